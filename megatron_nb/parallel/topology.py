@@ -1,0 +1,168 @@
+"""Process groups of one job: tensor, pipeline, context and data parallel ranks over NCCL or gloo.
+
+world = data * pipeline * context * tensor. Ranks of one tensor group are neighbours, then context, then data, then
+pipeline (megatron-core's order tp-cp-dp-pp), so the chattiest group sits inside a node.
+"""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_nb.parallel import cpu, mends
+
+ON_CPU = cpu.install()  # before any other module of megatron.core
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+mends.mend()
+
+
+@dataclass
+class ParallelConfig:
+    """How one model copy is cut; the data-parallel size is what the world size leaves."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank (interleaved schedule when > 1)
+    context: int = 1
+    context_method: str = "ring"  # ring | all_gather (short documents on slow links)
+    sequence_parallel: bool | None = None  # None: on when tensor > 1
+    recompute: str = "none"  # none | selective (MLP and norms) | full (every layer)
+    distributed_optimizer: bool = True  # optimizer state sharded over data * context ranks
+    offload_activations: bool = False  # keep layer inputs in host memory between forward and backward (GPU only)
+    communication: str = "gloo"  # gloo | nccl
+    timeout_minutes: int = 30
+
+    def __post_init__(self):
+        for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"parallel.{name}={size} must be at least 1")
+        if self.sequence_parallel is None:
+            self.sequence_parallel = self.tensor > 1
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("parallel.sequence_parallel=true needs parallel.tensor > 1: it splits activations over tensor ranks")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline > 1")
+        for name, choices in (
+            ("context_method", ("ring", "all_gather")),
+            ("recompute", ("none", "selective", "full")),
+            ("communication", ("gloo", "nccl")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"parallel.{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def pack_multiple(self) -> int:
+        """A pack's length must be a multiple: two chunks per context rank, and tokens that scatter over tensor ranks."""
+        import math
+
+        scatter = self.tensor if self.sequence_parallel else 1
+        return math.lcm(2 * self.context if self.context > 1 else 1, self.context * scatter)
+
+    def data_size(self, world: int) -> int:
+        """Data-parallel ranks in a world; ValueError when the world does not divide."""
+        if world % self.model_ranks:
+            raise ValueError(
+                f"{world} processes cannot hold parallel.tensor={self.tensor} * pipeline={self.pipeline} * "
+                f"context={self.context} = {self.model_ranks} ranks per model copy: start a multiple of {self.model_ranks}"
+            )
+        return world // self.model_ranks
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place. Sizes come from the groups, so they are the truth, not the wish."""
+
+    rank: int
+    world: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_replica_first(self) -> bool:
+        """First rank of its model copy: it alone talks to engines, judges and files."""
+        return self.tensor_rank == self.pipeline_rank == self.context_rank == 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def join_world(config: ParallelConfig) -> None:
+    """Start torch.distributed from torchrun's environment, or as a world of one."""
+    if dist.is_initialized():
+        return
+    if config.communication == "nccl":
+        if not torch.cuda.is_available() or ON_CPU:
+            raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
+        torch.cuda.set_device(local_rank())
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(config.communication, timeout=timeout)
+    else:
+        dist.init_process_group(config.communication, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def initialize(config: ParallelConfig, seed: int) -> Topology:
+    """Build the groups and seed every generator. May be called again after `destroy`."""
+    join_world(config)
+    world = dist.get_world_size()
+    config.data_size(world)
+    parallel_state.initialize_model_parallel(
+        config.tensor,
+        config.pipeline,
+        config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context,
+        create_gloo_process_groups=config.communication == "nccl",
+        distributed_timeout_minutes=config.timeout_minutes,
+    )
+    # identical on tensor ranks where weights are replicated, different where they are cut; dropout is not used
+    model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True)
+    return current()
+
+
+def current() -> Topology:
+    """The topology of the groups that are up."""
+    p = parallel_state
+    return Topology(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor_rank=p.get_tensor_model_parallel_rank(),
+        tensor_size=p.get_tensor_model_parallel_world_size(),
+        pipeline_rank=p.get_pipeline_model_parallel_rank(),
+        pipeline_size=p.get_pipeline_model_parallel_world_size(),
+        context_rank=p.get_context_parallel_rank(),
+        context_size=p.get_context_parallel_world_size(),
+        data_rank=p.get_data_parallel_rank(),
+        data_size=p.get_data_parallel_world_size(),
+        device=cpu.CPU if ON_CPU else torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def destroy(world: bool = False) -> None:
+    """Tear the model groups down (and torch.distributed too, when `world`)."""
+    parallel_state.destroy_model_parallel()
+    if world and dist.is_initialized():
+        dist.destroy_process_group()
