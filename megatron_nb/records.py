@@ -5,6 +5,7 @@ Legend: L tokens of one sample, T packed tokens of one pack, S documents in a pa
 A *stream* is a per-token array. In a Sample, stream[i] belongs to token i as the token that is predicted. `pack` shifts
 once, so in a Batch stream[t] belongs to targets[t]; nobody else shifts. Fill values: weight 0, turn -1.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class Batch:
     start: torch.Tensor  # [T] int64, position in the pack where the token's document begins
     cu_seqlens: torch.Tensor  # [S + 1] int64, of the whole pack, last == pack length; a tail fill is the last document
     count: int  # integer share of the global divisor; 0 on context-parallel ranks other than 0
-    sample_ids: list[str] = field(default_factory=list)  # of the documents, without the tail fill
+    sample_ids: list[str] = field(default_factory=list)  # one per document, "" for a fill
     streams: dict[str, torch.Tensor] = field(default_factory=dict)  # other streams of STREAMS, [T], as targets
 
     @property
@@ -78,7 +79,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same pack on another device."""
-        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("ids", "targets", "loss_weight", "index", "start", "cu_seqlens")}
+        move = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("ids", "targets", "loss_weight", "index", "start", "cu_seqlens")
+        }
         streams = {name: stream.to(device, non_blocking=True) for name, stream in self.streams.items()}
         return Batch(**move, count=self.count, sample_ids=self.sample_ids, streams=streams)
 

@@ -1,4 +1,5 @@
 """Fixtures that several test folders use."""
+
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # `tests.x` and `tools.x` are importable, also in the pool's ranks
 
-from tests.rank_pool import RankPool  # noqa: E402
+from tools.rank_pool import RankPool  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 Core hands `packed_seq_params` to the rotary embedding and to core attention itself, so the bounds travel with the
 micro-batch: safe under pipelining and under activation recompute, which a side attribute would not be.
 """
+
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.context import context_attention
 from megatron_nb.records import Batch
 
@@ -33,6 +36,28 @@ def bounds(batch: Batch) -> PackBounds:
     return PackBounds(qkv_format="sbhd", index=batch.index, start=batch.start, cu_seqlens=batch.cu_seqlens)
 
 
+def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
+    """[D / 2] radians per position in fp32, rounded as transformers rounds them.
+
+    With llama3 scaling wavelengths beyond the original context are stretched by `factor`, those within it are kept, and
+    the band between is interpolated (the Llama 3.1 release).
+    """
+    powers = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    frequencies = 1.0 / (model.rope_theta**powers)
+    if model.rope_scaling is None:
+        return frequencies
+    s = model.rope_scaling
+    wavelengths = 2 * math.pi / frequencies
+    longest = s["original_max_position_embeddings"] / s["low_freq_factor"]
+    shortest = s["original_max_position_embeddings"] / s["high_freq_factor"]
+    keep = (s["original_max_position_embeddings"] / wavelengths - s["low_freq_factor"]) / (
+        s["high_freq_factor"] - s["low_freq_factor"]
+    )
+    stretched = frequencies / s["factor"]
+    between = (1 - keep) * stretched + keep * frequencies
+    return torch.where(wavelengths > longest, stretched, torch.where(wavelengths < shortest, frequencies, between))
+
+
 class PackRotary(RotaryEmbedding):
     """Rotary table by explicit positions, which restart in every document.
 
@@ -41,7 +66,9 @@ class PackRotary(RotaryEmbedding):
     (decoding) core's own path runs.
     """
 
-    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **kwargs):
+    def get_rotary_seq_len(
+        self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **kwargs
+    ):
         if isinstance(packed_seq_params, PackBounds):
             return packed_seq_params.index - packed_seq_params.start
         return super().get_rotary_seq_len(
@@ -69,9 +96,7 @@ class PackAttention(MegatronModule):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.group, self.method = pg_collection.cp, config.context_method
 
-    def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    ):
+    def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         """query [t, 1, N, D]; key, value [t, 1, G, D] -> [t, 1, N * D]."""
         assert isinstance(packed_seq_params, PackBounds), "PackAttention needs the bounds of its pack: pass bounds(batch)"
         assert query.shape[1] == 1, f"one pack per micro-batch, found {query.shape[1]}"

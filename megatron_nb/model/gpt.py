@@ -3,6 +3,7 @@
 Llama, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norm on q and k per head) are settings of ModelConfig. With backend `te`
 the linear and norm modules are Transformer Engine's; attention stays ours, whose split is over the whole pack.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -27,15 +28,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nb.model.attention import Norm, PackAttention, PackRotary
+from megatron_nb.model.attention import Norm, PackAttention, PackRotary, inverse_frequencies
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel announces HybridModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RECOMPUTE = {
     "none": {},
-    # attention keeps only (q, k, v, out, lse), so what is worth recomputing is the MLP and the norms before it
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+    # attention keeps only (q, k, v, out, lse), so what is worth recomputing is the MLP
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -49,23 +50,24 @@ class CoreConfig(TransformerConfig):
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     """ValueError when this model cannot be cut this way."""
-    tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
-    for name, value in (
-        ("num_attention_heads", model.num_attention_heads),
-        ("num_query_groups", model.num_query_groups),
-        ("ffn_hidden_size", model.ffn_hidden_size),
-    ):
-        if value % tensor:
-            raise ValueError(f"model.{name}={value} must be divisible by parallel.tensor={tensor}: every tensor rank holds an equal part")
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if getattr(model, name) % parallel.tensor:
+            raise ValueError(
+                f"model.{name}={getattr(model, name)} must be divisible by parallel.tensor={parallel.tensor}: "
+                "every tensor rank holds an equal part"
+            )
+    stages = parallel.pipeline * parallel.virtual_pipeline
     if model.num_layers % stages:
         raise ValueError(
             f"model.num_layers={model.num_layers} must be divisible by pipeline * virtual_pipeline = "
-            f"{parallel.pipeline} * {parallel.virtual_pipeline} = {stages}: every stage holds an equal number of layers"
+            f"{parallel.pipeline} * {parallel.virtual_pipeline} = {stages}: every stage holds equally many layers"
         )
     if parallel.offload_activations and ON_CPU:
         raise ValueError("parallel.offload_activations=true moves activations from GPU to host memory: there is no GPU here")
     if model.backend == "te" and importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError("model.backend=te needs Transformer Engine, which is not installed: pip install megatron_nb[gpu], or model.backend=local")
+        raise ValueError(
+            "model.backend=te needs Transformer Engine, which is not installed: pip install megatron_nb[gpu], or model.backend=local"
+        )
 
 
 def core_config(model: ModelConfig, parallel: ParallelConfig) -> CoreConfig:
@@ -149,11 +151,10 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> list[GPTModel]:
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=model.rope_theta,
-            rope_scaling=model.rope_scaling is not None,
-            rope_scaling_factor=(model.rope_scaling or {}).get("factor", 8.0),
             vp_stage=vp_stage,
         )
         chunk.rotary_pos_emb.__class__ = PackRotary  # on every stage: each looks positions up for its own layers
+        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         chunk.true_vocab_size = model.vocab_size
         chunks.append(chunk if ON_CPU else chunk.cuda(torch.cuda.current_device()))
     return chunks

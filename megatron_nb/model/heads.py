@@ -1,4 +1,5 @@
 """What happens to the last hidden states. Megatron-core calls a head as `output_processor` of GPTModel.forward."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -2,6 +2,7 @@
 
 The gated MLP's linear_fc1 holds gate rows, then up rows, on every rank: cutting it means cutting both halves.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ begins, and may see keys `start <= position <= own position`. Only chunk offsets
 
 Legend: T tokens of the pack, t = T / C local tokens, N query heads, G key/value heads, D head size, C context ranks.
 """
+
 from __future__ import annotations
 
 from dataclasses import replace

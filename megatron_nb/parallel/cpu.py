@@ -8,6 +8,7 @@ Two rules learned the hard way: never replace factory functions such as torch.ze
 rotary tables built under `with torch.device("meta")`), and re-enter the function mode around the autograd engine, since
 activation recompute runs core's forward code there.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -109,7 +110,7 @@ def install() -> bool:
         return False
     if getattr(install, "done", False):
         return True
-    found = megatron.core.__version__
+    found = megatron.core.__version__.split("+")[0]
     assert found == CORE_RELEASE, f"megatron-core {found} found, parallel/cpu.py knows {CORE_RELEASE}: install that release"
 
     cuda = torch.cuda

@@ -2,6 +2,7 @@
 
 All three come from paths that only run without Transformer Engine and apex, on a GPU as well as on a CPU.
 """
+
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,7 @@
 world = data * pipeline * context * tensor. Ranks of one tensor group are neighbours, then context, then data, then
 pipeline (megatron-core's order tp-cp-dp-pp), so the chattiest group sits inside a node.
 """
+
 from __future__ import annotations
 
 import os
@@ -46,7 +47,9 @@ class ParallelConfig:
         if self.sequence_parallel is None:
             self.sequence_parallel = self.tensor > 1
         if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("parallel.sequence_parallel=true needs parallel.tensor > 1: it splits activations over tensor ranks")
+            raise ValueError(
+                "parallel.sequence_parallel=true needs parallel.tensor > 1: it splits activations over tensor ranks"
+            )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(f"parallel.virtual_pipeline={self.virtual_pipeline} needs parallel.pipeline > 1")
         for name, choices in (

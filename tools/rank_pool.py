@@ -1,4 +1,5 @@
-"""A pool of gloo ranks that stay up for the whole test session: importing torch and megatron-core costs seconds a rank."""
+"""A pool of gloo ranks that stay up between calls: importing torch and megatron-core costs seconds a rank."""
+
 from __future__ import annotations
 
 import multiprocessing
