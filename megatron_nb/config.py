@@ -140,9 +140,14 @@ def from_yaml(path: str | Path, schema: type, section: str = "") -> Any:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def flatten(config: Any) -> dict[str, Any]:
+    """Dotted key -> value of a configuration."""
+    return dict(_leaves(_plain(config)))
+
+
 def diff(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (old value, new value) where two configurations differ; None where one has no such key."""
-    olds, news = (dict(_leaves(_plain(config))) for config in (old, new))
+    olds, news = flatten(old), flatten(new)
     return {key: (olds.get(key), news.get(key)) for key in {**olds, **news} if olds.get(key) != news.get(key)}
 
 
