@@ -1,36 +1,62 @@
 """Log-probability of target tokens straight from hidden states; the logits never exist as a whole.
 
-    z_tv = hidden_t . weight_v / temperature          lse_t = log sum_v exp z_tv          p_tv = exp(z_tv - lse_t)
-    logprob_t = z_t,target - lse_t                    entropy_t = lse_t - sum_v p_tv z_tv
+    z[t, v] = hidden[t] . weight[v] / temperature    lse[t] = log sum_v exp z[t, v]    p[t, v] = exp(z[t, v] - lse[t])
+    logprob[t] = z[t, target[t]] - lse[t]            entropy[t] = lse[t] - sum_v p[t, v] z[t, v]
 
 Backward, with g = dLoss/dlogprob and e = dLoss/dentropy:
-    dLoss/dz_tv = g_t (1[v = target_t] - p_tv) - e_t p_tv (log p_tv + entropy_t)
+    dz[t, v] = g[t] (1[v = target[t]] - p[t, v]) - e[t] p[t, v] (log p[t, v] + entropy[t])
     dhidden = dz @ weight / temperature,   dweight = dz^T @ hidden / temperature
 
-Shapes: T packed tokens, H hidden, V rows of `weight` on this rank. hidden [T, H], weight [V, H], targets [T].
-Cost: 2 T V H forward, 6 T V H backward (4 when gradients are formed in the forward pass, which computes logits once).
-Accumulators are float32, or float64 for float64 inputs, also across chunks.
-Chunked losses: Hsu et al. 2024 (arXiv:2410.10989), Wijmans et al. 2024 (arXiv:2411.09009).
+Shapes: hidden, dhidden [T, H]; weight, dweight [V, H]; targets, logprob, entropy, g, e [T].
+T packed tokens, H hidden, V vocabulary rows on this rank. Accumulators are float32, float64 for float64 inputs, also across
+chunks. Cost: 2 T V H forward, 6 T V H backward; 6 T V H in all when `coefficient` lets one pass compute the logits once.
+Chunks: Hsu et al. (arXiv:2410.10989), Wijmans et al. (arXiv:2411.09009).
 """
 from __future__ import annotations
 
 import math
+import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-TOKEN_CHUNK, VOCAB_CHUNK = 512, 8192  # logits computed at once by the torch path when they are needed twice
-ONE_PASS_LOGITS = 1 << 24  # logits kept at once when `coefficient` lets the torch path compute them only once
+from nb_kernels import linear_logprob_torch, linear_logprob_triton
+
+BACKENDS = {"torch": linear_logprob_torch, "triton": linear_logprob_triton}
 
 
 def reference(hidden, weight, targets, temperature=1.0, vocab_size=None, ignore_index=-100):
     """The definition with whole logits in the inputs' own dtype -> (logprob [T], entropy [T]); tests call it in float64."""
-    logits = hidden @ weight[:vocab_size].T / temperature  # [T, V]
-    log_p = torch.log_softmax(logits, -1)
+    log_p = torch.log_softmax(hidden @ weight[:vocab_size].T / temperature, -1)  # [T, V]
     kept = targets != ignore_index
     logprob = log_p.gather(1, targets.where(kept, 0)[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     return logprob.where(kept, 0), entropy.where(kept, 0)
+
+
+def cases(device, dtype):
+    """(name, (hidden, weight, targets), options): odd sizes on a CPU; on a GPU the 3B model's own shape too."""
+    sizes = [(1, 1000, 40), (63, 1280, 24), (257, 1000, 64), (3, 166144, 16)]
+    if device != "cpu":
+        sizes += [(8192, 166144, 2560), (32768, 166144, 2560)]
+    for T, V, H in sizes:
+        hidden = torch.randn(T, H, device=device, dtype=dtype)
+        weight = torch.randn(V, H, device=device, dtype=dtype) * (4 * H**-0.5)  # logits of standard deviation 4
+        targets = torch.randint(0, V - 7, (T,), device=device)
+        targets[T // 2 :: 5] = -100
+        yield f"T{T}-V{V}-H{H}", (hidden, weight, targets), {"temperature": 0.7, "vocab_size": V - 7}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the passes share: this rank's vocabulary is the ids [first, first + valid) of the group's."""
+
+    temperature: float
+    first: int
+    valid: int
+    group: object
+    reduce_hidden_grad: bool
 
 
 def linear_logprob(
@@ -49,61 +75,34 @@ def linear_logprob(
 ):
     """hidden [T, H], weight [V, H], targets [T] int64 -> logprob [T], or (logprob [T], entropy [T]).
 
-    Results are float32 (float64 for float64 inputs). Both are differentiable in hidden and weight.
+    Results are float32 (float64 for float64 inputs) and differentiable in hidden and weight.
     temperature         divides the logits; a run-time number.
     vocab_size          true size of the whole vocabulary; rows beyond it are padding and never count.
     group               process group over which the vocabulary is split evenly, in rank order; targets are global ids.
     reduce_hidden_grad  sum dhidden over `group`; False where another operator does (the gather of sequence parallelism).
-    ignore_index        such a target gives logprob 0, entropy 0 and no gradient.
-    coefficient         [T], the caller's promise that dLoss/dlogprob = s * coefficient for one scalar s. Gradients are then
-                        formed in the forward pass, which saves a quarter of the work. The entropy is then a metric only.
-                        A broken promise raises in backward.
-    implementation      "auto" (triton on CUDA, torch elsewhere), "torch", "triton".
+    ignore_index        such a target gives logprob 0, entropy 0, no gradient and costs nothing: mask what you do not need.
+    coefficient         [T], the caller's promise that dLoss/dlogprob = s * coefficient for one scalar s. The torch path then
+                        forms the gradients in the forward pass and computes the logits once; the entropy is a metric
+                        without gradient, backward runs once. A broken promise raises in backward.
+    implementation      "auto" (triton on CUDA, torch elsewhere and for float64), "torch", "triton".
 
     Raises ValueError for shapes, types, devices, layouts and targets that do not fit.
     """
-    first, valid, total = _vocabulary_range(weight, vocab_size, group)
-    _check(hidden, weight, targets, temperature, total, ignore_index, coefficient)
-    if implementation not in ("auto", "torch", "triton"):
-        raise ValueError(f"implementation={implementation!r} must be 'auto', 'torch' or 'triton'")
-    if implementation == "triton":
-        raise NotImplementedError("the triton path is not built yet; use implementation='torch'")
-    setting = _Setting(float(temperature), first, valid, group, reduce_hidden_grad)
-    kept = None
-    if bool((targets == ignore_index).any()):
-        kept = (targets != ignore_index).nonzero()[:, 0]
+    _check_layout(hidden, weight, targets, temperature, coefficient)
+    shard, total = _shard(weight, float(temperature), vocab_size, group, reduce_hidden_grad)
+    kept = _kept_rows(targets, total, ignore_index)
+    backend = _backend(implementation, hidden)
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if coefficient is not None and learns:
-        coefficient = coefficient.detach().to(_accumulator(hidden.dtype))
-        logprob, ent = _OnePass.apply(hidden, weight, targets, kept, coefficient, entropy, setting)
+    if coefficient is None or not learns:
+        logprob, ent = _LinearLogprob.apply(hidden, weight, targets, kept, None, entropy, shard, backend)
     else:
-        logprob, ent = _TwoPass.apply(hidden, weight, targets, kept, entropy, setting)
+        coefficient = coefficient.detach().to(linear_logprob_torch.accumulator(hidden.dtype))
+        function = _OnePass if backend is linear_logprob_torch else _LinearLogprob
+        logprob, ent = function.apply(hidden, weight, targets, kept, coefficient, entropy, shard, backend)
     return (logprob, ent) if entropy else logprob
 
 
-class _Setting:
-    """What does not change between the passes: temperature, this rank's vocabulary [first, first + valid), group."""
-
-    def __init__(self, temperature, first, valid, group, reduce_hidden_grad):
-        self.temperature, self.first, self.valid = temperature, first, valid
-        self.group, self.reduce_hidden_grad = group, reduce_hidden_grad
-
-
-def _accumulator(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _vocabulary_range(weight, vocab_size, group):
-    """(first global id on this rank, number of true rows here, true size of the whole vocabulary)."""
-    world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    rows = weight.shape[0]
-    total = rows * world if vocab_size is None else int(vocab_size)
-    if not 0 < total <= rows * world:
-        raise ValueError(f"vocab_size={total} must be in [1, {rows * world}]: {rows} weight rows on each of {world} ranks")
-    return rank * rows, min(max(total - rank * rows, 0), rows), total
-
-
-def _check(hidden, weight, targets, temperature, total, ignore_index, coefficient):
+def _check_layout(hidden, weight, targets, temperature, coefficient):
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [T, H] and [V, H] with one H")
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -118,186 +117,95 @@ def _check(hidden, weight, targets, temperature, total, ignore_index, coefficien
             raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: pass {name}.contiguous()")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature={temperature} must be a finite number above 0")
-    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= total))
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0])
-        raise ValueError(
-            f"targets[{at}]={int(targets[at])} is outside [0, {total}) and is not ignore_index={ignore_index}: "
-            "shift and mask targets before the loss"
-        )
     if coefficient is not None and (coefficient.shape != targets.shape or coefficient.device != hidden.device):
-        raise ValueError(
-            f"coefficient {tuple(coefficient.shape)} on {coefficient.device} must be [{hidden.shape[0]}] on {hidden.device}"
-        )
+        where = f"coefficient {tuple(coefficient.shape)} on {coefficient.device}"
+        raise ValueError(f"{where} must be [{len(hidden)}] on {hidden.device}, one per hidden row")
 
 
-# ---------------------------------------------------------------------------------------------- torch, logits computed twice
+def _shard(weight, temperature, vocab_size, group, reduce_hidden_grad):
+    """(this rank's share of the vocabulary, true size of the whole)."""
+    world, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    if world == 1:
+        group = None
+    rows = len(weight)
+    total = rows * world if vocab_size is None else int(vocab_size)
+    if not 0 < total <= rows * world:
+        raise ValueError(f"vocab_size={total} must be in [1, {rows * world}]: {rows} weight rows on each of {world} ranks")
+    valid = min(max(total - rank * rows, 0), rows)
+    return Shard(temperature, rank * rows, valid, group, reduce_hidden_grad), total
 
 
-class _TwoPass(torch.autograd.Function):
-    """Forward keeps only row statistics; backward computes the logits again, chunk by chunk."""
+def _kept_rows(targets, total, ignore_index):
+    """Index of the rows that are not ignored, None when all are kept. One synchronisation checks and counts."""
+    ignored = targets == ignore_index
+    wrong = ~ignored & ((targets < 0) | (targets >= total))
+    wrong_count, ignored_count = torch.stack([wrong.sum(), ignored.sum()]).tolist()
+    if wrong_count:
+        at = int(wrong.nonzero()[0, 0])
+        rule = f"must be in [0, {total}) or ignore_index={ignore_index}: shift and mask targets before the loss"
+        raise ValueError(f"targets[{at}]={int(targets[at])} {rule} ({wrong_count} such targets)")
+    return (~ignored).nonzero()[:, 0] if ignored_count else None
+
+
+def _backend(implementation, hidden):
+    """The module that does the work."""
+    if implementation not in ("auto", "torch", "triton"):
+        raise ValueError(f"implementation={implementation!r} must be 'auto', 'torch' or 'triton'")
+    row_bytes = hidden.shape[1] * hidden.element_size()
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if implementation == "auto":
+        fits = hidden.is_cuda and hidden.dtype != torch.float64 and row_bytes % 16 == 0
+        return BACKENDS["triton" if fits else "torch"]
+    if implementation == "triton":
+        if not (hidden.is_cuda or interpreted):
+            raise ValueError(f"implementation='triton' on {hidden.device} needs CUDA or TRITON_INTERPRET=1; use 'auto'")
+        if hidden.is_cuda and hidden.dtype == torch.float64 and not interpreted:
+            raise ValueError("implementation='triton' in float64: no tiles for it on a GPU; use 'auto' or 'torch'")
+        if row_bytes % 16:
+            raise ValueError(f"a row of H={hidden.shape[1]} {hidden.dtype} has {row_bytes} bytes, not a multiple of 16: pad it")
+    return BACKENDS[implementation]
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Forward keeps row statistics only; backward computes the logits again, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, kept, entropy, setting):
-        logprob, ent, lse = _torch_forward(hidden, weight, targets, kept, entropy, setting)
-        ctx.save_for_backward(hidden, weight, targets, kept, lse, ent)
-        ctx.setting = setting
+    def forward(ctx, hidden, weight, targets, kept, promise, entropy, shard, backend):
+        logprob, ent, m, l = backend.forward(hidden, weight, targets, kept, entropy, shard)
+        ctx.save_for_backward(hidden, weight, targets, kept, promise, m, l, ent)
+        ctx.shard, ctx.backend = shard, backend
         ctx.set_materialize_grads(False)
+        if promise is not None and entropy:
+            ctx.mark_non_differentiable(ent)
         return logprob, ent
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, e):
-        hidden, weight, targets, kept, lse, ent = ctx.saved_tensors
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        dhidden, dweight = _torch_backward(
-            hidden, weight, targets, kept, lse, ent, g, e, ctx.setting, want_hidden, want_weight
+        hidden, weight, targets, kept, promise, m, l, ent = ctx.saved_tensors
+        g = torch.zeros_like(l) if g is None else g.to(l.dtype)
+        e = None if e is None else e.to(l.dtype)
+        if promise is not None:
+            _promised_scalar(g, promise, kept)
+        if ctx.shard.group is None:  # rows without gradient cost nothing; with a group the ranks' chunks must agree
+            active = g != 0 if e is None else (g != 0) | (e != 0)
+            kept = active.nonzero()[:, 0] if kept is None else kept[active[kept]]
+        grads = ctx.backend.backward(
+            hidden, weight, targets, kept, m, l, ent, g, e, ctx.shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         )
-        return dhidden, dweight, None, None, None, None
-
-
-def _rows(kept, T, size):
-    """Slices of all rows, or pieces of the index of kept rows."""
-    if kept is None:
-        return [slice(i, min(i + size, T)) for i in range(0, T, size)]
-    return list(kept.split(size)) if len(kept) else []
-
-
-def _scaled(hidden, rows, setting, dtype):
-    """hidden[rows] / temperature in the accumulator's dtype: z and dweight both need it."""
-    chunk = hidden[rows].to(dtype)
-    return chunk if setting.temperature == 1.0 else chunk / setting.temperature
-
-
-def _target_columns(targets, rows, setting):
-    """(rows within the chunk whose target lives on this rank, its local column)."""
-    local = targets[rows] - setting.first
-    here = ((local >= 0) & (local < setting.valid)).nonzero()[:, 0]
-    return here, local[here]
-
-
-def _torch_forward(hidden, weight, targets, kept, entropy, setting):
-    T, dtype = hidden.shape[0], _accumulator(hidden.dtype)
-    logprob = hidden.new_zeros(T, dtype=dtype)
-    lse = hidden.new_zeros(T, dtype=dtype)
-    ent = hidden.new_zeros(T, dtype=dtype) if entropy else None
-    n, c = max(1, min(TOKEN_CHUNK, T)), min(VOCAB_CHUNK, max(setting.valid, 1))
-    logits, spare = hidden.new_empty(n * c, dtype=dtype), hidden.new_empty(n * c if entropy else 0, dtype=dtype)
-    count = T if kept is None else len(kept)
-    stats = hidden.new_zeros(4, count, dtype=dtype)  # maximum, sum of e^(z - max), sum of e^(z - max) (z - max), target's z
-    stats[0] = -math.inf
-    done = 0
-    for rows in _rows(kept, T, n):
-        h = _scaled(hidden, rows, setting, dtype)
-        size = len(h)
-        m, l, s, zt = stats[:, done : done + size]
-        done += size
-        at, column = _target_columns(targets, rows, setting)
-        for v in range(0, setting.valid, c):
-            w = weight[v : min(v + c, setting.valid)].to(dtype)
-            z = logits[: size * len(w)].view(size, len(w))
-            torch.mm(h, w.T, out=z)
-            inside = (column >= v) & (column < v + len(w))
-            zt[at[inside]] = z[at[inside], column[inside] - v]
-            new = torch.maximum(m, z.amax(1))
-            decay = (m - new).exp_()
-            z.sub_(new[:, None])
-            if entropy:
-                p = spare[: z.numel()].view_as(z)
-                torch.exp(z, out=p)
-                # the old sum is about the old maximum; -inf * 0 of the first chunk must not make it NaN
-                s.add_(l * (m - new).clamp_(min=-1e30)).mul_(decay).add_(z.mul_(p).sum(1))
-            else:
-                p = z.exp_()
-            l.mul_(decay).add_(p.sum(1))
-            m.copy_(new)
-    m, l, s, zt = _merge(stats, setting.group)
-    where = slice(None) if kept is None else kept
-    log_l = l.log()
-    logprob[where] = (zt - m) - log_l
-    lse[where] = m + log_l
-    if entropy:
-        ent[where] = log_l - s / l
-    return logprob, ent, lse
-
-
-def _merge(stats, group):
-    """Row statistics [4, n] of this rank -> of the whole vocabulary. A rank of padding alone brings maximum -inf, sum 0."""
-    if group is None:
-        return stats
-    m, l, s, zt = stats
-    whole = m.clone()
-    dist.all_reduce(whole, dist.ReduceOp.MAX, group)
-    shift = (m - whole).clamp_(min=-1e30)  # finite, so that 0 * shift is 0
-    decay = shift.exp()
-    sums = torch.stack([l * decay, (s + l * shift) * decay, zt])
-    dist.all_reduce(sums, group=group)
-    return whole, *sums
-
-
-def _torch_backward(hidden, weight, targets, kept, lse, ent, g, e, setting, want_hidden, want_weight):
-    T, dtype = hidden.shape[0], _accumulator(hidden.dtype)
-    dhidden = torch.zeros_like(hidden) if want_hidden else None
-    dweight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
-    if g is None:
-        g = torch.zeros_like(lse)
-    if setting.group is None:  # rows without gradient need no work; with a group all ranks must agree, so targets alone decide
-        active = g != 0 if e is None else (g != 0) | (e != 0)
-        if kept is not None:
-            kept = kept[active[kept]]
-        elif not bool(active.all()):
-            kept = active.nonzero()[:, 0]
-    n, c = max(1, min(TOKEN_CHUNK, T)), min(VOCAB_CHUNK, max(setting.valid, 1))
-    logits = hidden.new_empty(n * c, dtype=dtype)
-    spare = hidden.new_empty(n * c if e is not None else 0, dtype=dtype)
-    for rows in _rows(kept, T, n):
-        h = _scaled(hidden, rows, setting, dtype)
-        size, gr = len(h), g[rows].to(dtype)[:, None]
-        dh = torch.zeros_like(h) if want_hidden else None
-        at, column = _target_columns(targets, rows, setting)
-        for v in range(0, setting.valid, c):
-            w = weight[v : min(v + c, setting.valid)].to(dtype)
-            dz = logits[: size * len(w)].view(size, len(w))
-            torch.mm(h, w.T, out=dz)
-            dz.sub_(lse[rows][:, None])  # log p
-            if e is None:
-                dz.exp_().mul_(-gr)
-            else:
-                er = e[rows].to(dtype)[:, None]
-                p = spare[: dz.numel()].view_as(dz)
-                torch.exp(dz, out=p)
-                dz.mul_(-er).sub_(gr + er * ent[rows][:, None]).mul_(p)
-            inside = (column >= v) & (column < v + len(w))
-            dz[at[inside], column[inside] - v] += gr[at[inside], 0]
-            if want_hidden:
-                dh.addmm_(dz, w)
-            if want_weight:
-                dweight[v : v + len(w)].addmm_(dz.T, h)
-        if want_hidden:
-            dhidden[rows] = _reduced(dh.div_(setting.temperature), setting).to(hidden.dtype)
-    return dhidden, dweight.to(weight.dtype) if want_weight else None
-
-
-def _reduced(dh, setting):
-    if setting.group is not None and setting.reduce_hidden_grad:
-        dist.all_reduce(dh, group=setting.group)
-    return dh
-
-
-# ------------------------------------------------------------------------------------------------ torch, logits computed once
+        return (*grads, None, None, None, None, None, None)
 
 
 class _OnePass(torch.autograd.Function):
     """With dLoss/dlogprob promised up to a scalar, each chunk's gradients are formed while its logits exist."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, kept, coefficient, entropy, setting):
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        ctx.set_materialize_grads(False)
-        logprob, ent, ctx.dhidden, ctx.dweight = _torch_one_pass(
-            hidden, weight, targets, kept, coefficient, entropy, setting, want_hidden, want_weight
+    def forward(ctx, hidden, weight, targets, kept, promise, entropy, shard, backend):
+        logprob, ent, *ctx.grads = backend.one_pass(
+            hidden, weight, targets, kept, promise, entropy, shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         )
-        ctx.save_for_backward(kept, coefficient)
+        ctx.save_for_backward(kept, promise)
+        ctx.set_materialize_grads(False)
         if entropy:
             ctx.mark_non_differentiable(ent)
         return logprob, ent
@@ -305,86 +213,27 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, _):
-        kept, coefficient = ctx.saved_tensors
-        if g is None:
-            return (None,) * 7
-        scalar = _promised_scalar(g, coefficient, kept)
-        dhidden, dweight = ctx.dhidden, ctx.dweight
-        if dhidden is None and dweight is None:
+        if ctx.grads is None:
             raise ValueError("second backward through linear_logprob(coefficient=...): its gradients exist once; call it again")
-        ctx.dhidden = ctx.dweight = None
+        grads, ctx.grads = ctx.grads, None
+        scalar = _promised_scalar(g, ctx.saved_tensors[1], ctx.saved_tensors[0])
         if scalar != 1.0:
-            dhidden = dhidden.mul_(scalar) if dhidden is not None else None
-            dweight = dweight.mul_(scalar) if dweight is not None else None
-        return dhidden, dweight, None, None, None, None, None
+            grads = [None if grad is None else grad.mul_(scalar) for grad in grads]
+        return (*grads, None, None, None, None, None, None)
 
 
-def _promised_scalar(g, coefficient, kept):
-    """s with g = s * coefficient on the kept rows, or ValueError."""
-    rows = slice(None) if kept is None else kept
-    g, c = g[rows].double(), coefficient[rows].double()
-    norm = (c * c).sum()
-    s = float((g * c).sum() / norm) if norm > 0 else 1.0
-    error, bound = float((g - s * c).abs().max()) if len(g) else 0.0, 1e-5 * float(g.abs().max()) if len(g) else 0.0
-    if not error <= bound:
+def _promised_scalar(g, promise, kept):
+    """s with g = s * promise on the kept rows; ValueError where there is none. O(T)."""
+    if kept is not None:
+        g, promise = g[kept], promise[kept]
+    if not len(g):
+        return 1.0
+    g, promise = g.double(), promise.double()
+    s = (g * promise).sum() / (promise * promise).sum().clamp_(min=1e-300)
+    s, error, largest = torch.stack([s, (g - s * promise).abs().max(), g.abs().max()]).tolist()
+    if not error <= 1e-5 * largest:
         raise ValueError(
-            f"dLoss/dlogprob differs from s * coefficient by {error:.3g} (s = {s:.6g}, largest gradient {bound * 1e5:.3g}): "
+            f"dLoss/dlogprob differs from s * coefficient by {error:.3g} (s = {s:.6g}, largest gradient {largest:.3g}): "
             "the loss must be s * (coefficient . logprob); leave coefficient out for any other loss"
         )
     return s
-
-
-def _torch_one_pass(hidden, weight, targets, kept, coefficient, entropy, setting, want_hidden, want_weight):
-    T, dtype, V = hidden.shape[0], _accumulator(hidden.dtype), setting.valid
-    logprob = hidden.new_zeros(T, dtype=dtype)
-    ent = hidden.new_zeros(T, dtype=dtype) if entropy else None
-    dhidden = torch.zeros_like(hidden) if want_hidden else None
-    dweight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
-    n = max(1, min(T, TOKEN_CHUNK, ONE_PASS_LOGITS // max(V, 1)))
-    buffer = hidden.new_empty(n * V, dtype=dtype)
-    for rows in _rows(kept, T, n):
-        h = _scaled(hidden, rows, setting, dtype)
-        size = len(h)
-        z = buffer[: size * V].view(size, V)
-        _matmul_rows(h, weight[:V], z)
-        at, column = _target_columns(targets, rows, setting)
-        stats = h.new_zeros(4, size)
-        stats[0] = z.amax(1) if V else -math.inf
-        stats[3, at] = z[at, column]
-        if setting.group is not None:
-            dist.all_reduce(stats[0], dist.ReduceOp.MAX, setting.group)
-        m, l, s, zt = stats
-        for i in range(0, size, 16):  # 16 rows stay in cache between the two passes
-            part = z[i : i + 16].sub_(m[i : i + 16, None])
-            if entropy:
-                s[i : i + 16] = (part * part.exp()).sum(1)
-            torch.sum(part.exp_(), 1, out=l[i : i + 16])
-        if setting.group is not None:
-            dist.all_reduce(stats[1:], group=setting.group)
-        log_l = l.log()
-        logprob[rows] = (zt - m) - log_l
-        if entropy:
-            ent[rows] = log_l - s / l
-        # z holds e^(z - m) = p l; with the target's l taken off, dz = z * (-coefficient / l), and that factor moves to the rows
-        z[at, column] -= l[at]
-        factor = (coefficient[rows] / l).neg_()[:, None]
-        if want_hidden:
-            dh = h.new_zeros(size, hidden.shape[1])
-            for v in range(0, V, VOCAB_CHUNK):
-                w = weight[v : min(v + VOCAB_CHUNK, V)].to(dtype)
-                dh.addmm_(z[:, v : v + len(w)], w)
-            dh.mul_(factor / setting.temperature)
-            dhidden[rows] = _reduced(dh, setting).to(hidden.dtype)
-        if want_weight:
-            dweight[:V].addmm_(z.T, h * factor)
-    return logprob, ent, dhidden, dweight.to(weight.dtype) if want_weight else None
-
-
-def _matmul_rows(h, weight, z):
-    """z = h @ weight^T, in the dtype of h; weights of another dtype are converted a chunk at a time."""
-    if weight.dtype == h.dtype:
-        torch.mm(h, weight.T, out=z)
-        return
-    for v in range(0, len(weight), VOCAB_CHUNK):
-        w = weight[v : v + VOCAB_CHUNK].to(h.dtype)
-        torch.mm(h, w.T, out=z[:, v : v + len(w)])
