@@ -138,7 +138,7 @@ def schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, num_steps: i
     )
 
 
-def _inner(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers core chains; one for a dense model, none for a rank without trained parameters."""
     return [inner for inner in getattr(optimizer, "chained_optimizers", [optimizer]) if not inner.is_stub_optimizer]
 
@@ -148,7 +148,7 @@ def _ready_torch_adam(optimizer: MegatronOptimizer) -> None:
 
     Torch makes the state at the first update; saving before it, and loading into a fresh optimizer, both need it.
     """
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
             group["fused"] = True
             for parameter in group["params"]:
@@ -194,7 +194,7 @@ def optimize(
         DistributedDataParallel(core, ddp_config, model, disable_bucketing=chunk > 0) for chunk, model in enumerate(models)
     ]
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         assert type(inner.optimizer) is adam, f"{type(inner.optimizer)} was built, optimizer.backend={config.backend} is {adam}"
     if config.backend == "torch":
         _ready_torch_adam(optimizer)
@@ -238,7 +238,7 @@ def update(
     norm = float(optimizer.get_grad_norm())
     applied = math.isfinite(norm)
     if applied:
-        for inner in _inner(optimizer):
+        for inner in inner_optimizers(optimizer):
             if inner.config.clip_grad > 0 and inner.get_parameters():
                 clip_grad_by_total_norm_fp32(inner.get_parameters(), inner.config.clip_grad, norm)
         optimizer.step_with_ready_grads()
@@ -275,7 +275,7 @@ def _held_gradients(inner: MegatronOptimizer, models: list) -> Iterator[tuple[st
 def gradient_norms(optimizer: MegatronOptimizer, models: list) -> dict[str, float]:
     """L2 norm of the gradient by layer, over the whole model on every rank; after `prepare_grads`, before clipping."""
     squares: dict[str, float] = {_layer_of(name): 0.0 for name, _ in named_parameters(models)}
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         for name, gradient in _held_gradients(inner, models):
             squares[_layer_of(name)] += float(gradient.double().square().sum())
     every: list[dict[str, float] | None] = [None] * dist.get_world_size()
