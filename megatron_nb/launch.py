@@ -14,7 +14,7 @@ from megatron_nb.run import Run, run_folder
 
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
 FREE = ("name", "runs_dir", "num_steps", "launch", "log", "checkpoint", "parallel", "micro_batch_size")
-FREE += ("data.workers", "data.cache_dir")
+FREE += ("data.workers", "data.loader_workers", "data.cache_dir", "data.changed")
 
 
 @dataclass
@@ -31,16 +31,17 @@ def derived_name(config: Any, job: str) -> str:
     return f"{job}-{hashlib.blake2b(json.dumps(fixed, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()}"
 
 
-def is_free(key: str) -> bool:
+def is_free(key: str, free: tuple[str, ...] = FREE) -> bool:
     """Whether a resumed run may change this dotted key."""
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+    return any(key == one or key.startswith(f"{one}.") for one in free)
 
 
 def open_run(config: Any, job: str) -> Run:
     """The run folder of `config` on every rank, once torch.distributed is up: locked, logged to, a new attempt.
 
     config: a job's dataclass with `name` (None: derived and filled in) and `runs_dir`. RunFolderError on every rank when
-    another job has the folder, or when its checkpoints were made with another configuration.
+    another job has the folder, or when its checkpoints were made with another configuration. With data.changed=restart the
+    data may be another: the loader starts it anew.
     """
     config.name = config.name or derived_name(config, job)
     folder = run_folder(config.runs_dir, config.name)
@@ -53,7 +54,8 @@ def open_run(config: Any, job: str) -> Run:
         return box[0]
 
     def refuse(saved: Path) -> None:
-        changed = {key: pair for key, pair in diff(from_yaml(saved, type(config)), config).items() if not is_free(key)}
+        free = FREE + ("data",) * (getattr(getattr(config, "data", None), "changed", "") == "restart")
+        changed = {key: pair for key, pair in diff(from_yaml(saved, type(config)), config).items() if not is_free(key, free)}
         if changed:
             lines = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, (old, new) in changed.items())
             raise ValueError(

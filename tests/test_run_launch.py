@@ -16,6 +16,12 @@ class Parallel:
 
 
 @dataclass
+class Data:
+    path: str = "a.jsonl"
+    changed: str = "error"
+
+
+@dataclass
 class Toy:
     name: str | None = None
     runs_dir: Path = Path("runs")
@@ -23,6 +29,7 @@ class Toy:
     num_steps: int = 10
     lr: float = 1e-5
     parallel: Parallel = field(default_factory=Parallel)
+    data: Data = field(default_factory=Data)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
@@ -72,6 +79,15 @@ def test_a_resume_may_change_how_it_runs(config):
         complete_checkpoint(run)
     with open_run(replace(config, num_steps=20, parallel=Parallel(2)), "sft") as run:
         assert run.resumes and run.attempt == 2
+
+
+def test_other_data_resumes_only_when_the_user_says_so(config):
+    config.name = "r"
+    with open_run(config, "sft") as run:
+        complete_checkpoint(run)
+    with pytest.raises(RunFolderError, match="data.path: 'a.jsonl' there, 'b.jsonl' now"):
+        open_run(replace(config, data=Data("b.jsonl")), "sft")
+    open_run(replace(config, data=Data("b.jsonl", changed="restart")), "sft").close()
 
 
 def test_a_run_that_saved_nothing_yet_may_change_everything(config):
