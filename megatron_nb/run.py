@@ -67,6 +67,18 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.close(folder)
 
 
+def write_summary(folder: Path, *, seed: int, wall_s: float, **metrics: float) -> None:
+    """Write folder/summary.json atomically: flat, finite numbers. ValueError for anything else."""
+    summary = {**metrics, "seed": seed, "wall_s": wall_s}
+    for key, value in summary.items():
+        value = value.item() if hasattr(value, "item") else value
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"summary.json: {key}={value!r} must be a finite number")
+        summary[key] = int(value) if isinstance(value, numbers.Integral) else float(value)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
 class Run:
     """An open run folder. A context manager: leaving it notes the error, if any, in the rank's log and frees the lock."""
 
@@ -124,14 +136,9 @@ class Run:
 
         ValueError for anything but finite numbers.
         """
-        summary = {**metrics, "seed": seed, "wall_s": round(time.monotonic() - self._started, 3), "attempts": self.attempt}
-        for key, value in summary.items():
-            value = value.item() if hasattr(value, "item") else value
-            if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise ValueError(f"summary.json: {key}={value!r} must be a finite number")
-            summary[key] = int(value) if isinstance(value, numbers.Integral) else float(value)
         if self.rank == 0:
-            write_atomic(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+            wall = round(time.monotonic() - self._started, 3)
+            write_summary(self.folder, seed=seed, wall_s=wall, attempts=self.attempt, **metrics)
 
     def close(self) -> None:
         for handler in self._handlers:

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_nb.data.packing import collate, fill, pack
 
+from megatron_nb.data.packing import collate, pack
 from megatron_nb.losses import NextToken
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.model.shape import ModelConfig
@@ -141,7 +141,7 @@ def packs(layout: Layout, data_size: int) -> list[Batch]:
     whole = [pack(b, LENGTH, multiple) for b in bins]
     unit = layout.micro_batch_size * data_size * layout.parallel.pipeline
     while len(whole) % unit:
-        whole.append(fill(LENGTH, multiple))
+        whole.append(pack([], LENGTH, multiple))  # a filler: weight zero
     size = layout.micro_batch_size
     return [collate(whole[i : i + size]) for i in range(0, len(whole), size)]
 
@@ -178,7 +178,7 @@ def _plant(fault: str | None, layout: Layout, trainer: Trainer) -> NextToken:
     return _Scaled(layout.parallel.context) if fault == "loss-times-cp" else NextToken()
 
 
-def _gathered(trainer: Trainer, take, strict: bool = True) -> dict[str, torch.Tensor]:
+def gathered(trainer: Trainer, take, strict: bool = True) -> dict[str, torch.Tensor]:
     """Whole tensors by global name, joined over tensor and pipeline ranks. Replicas must agree to the bit when `strict`."""
     mine = {name: (take(p).detach().clone(), cut_dimension(p)) for name, p in named_parameters(trainer.chunks)}
     t = trainer.topology
@@ -206,7 +206,7 @@ def run_layout(layout: Layout, fault: str | None = None) -> dict | None:
     # Adam far below its eps is plain gradient descent with rate lr / eps, through core's own optimizers
     config = OptimizerConfig(lr=1e7, eps=1e6, schedule="constant", weight_decay=0.0, clip_grad=1.0)
     trainer = Trainer(chunks, config, t, num_steps=1, distributed_optimizer=layout.distributed_optimizer)
-    before = _gathered(trainer, lambda p: p)
+    before = gathered(trainer, lambda p: p)
     original = trainer_module.split
     try:
         loss = _plant(fault, layout, trainer)
@@ -218,12 +218,12 @@ def run_layout(layout: Layout, fault: str | None = None) -> dict | None:
             for sample_id, begin, end in zip(batch.sample_ids, ends[:-1], ends[1:]):
                 logprobs[sample_id] = row[begin : end - 1].clone()
         total, count, *_ = trainer.gradients(mine, loss)
-        gradients = {} if layout.distributed_optimizer else _gathered(trainer, lambda p: p.main_grad, strict=fault is None)
+        gradients = {} if layout.distributed_optimizer else gathered(trainer, lambda p: p.main_grad, strict=fault is None)
         result = trainer.step(mine, loss)
         assert result.skipped is None, f"the step was refused: {result.skipped}"
     finally:
         trainer_module.split = original
-    weights = _gathered(trainer, lambda p: p, strict=fault is None)
+    weights = gathered(trainer, lambda p: p, strict=fault is None)
     parts: list = [None] * t.world
     dist.all_gather_object(parts, logprobs)
     if t.rank:
@@ -235,7 +235,7 @@ def run_layout(layout: Layout, fault: str | None = None) -> dict | None:
     }  # fmt: skip
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     scale = float(expected.double().norm())
     gap = float((found.double() - expected.double()).norm())
     return gap / scale if scale else gap
@@ -248,7 +248,7 @@ def compare(found: dict, expected: dict) -> dict[str, float]:
     for kind in ("gradients", "logprob", "weights"):
         if found[kind]:
             assert set(found[kind]) == set(expected[kind]), f"{kind}: {set(found[kind]) ^ set(expected[kind])}"
-            row[kind] = max(_relative(_true_rows(found[kind][n], expected[kind][n]), expected[kind][n]) for n in expected[kind])
+            row[kind] = max(relative(_true_rows(found[kind][n], expected[kind][n]), expected[kind][n]) for n in expected[kind])
         else:
             row[kind] = 0.0
     return row

@@ -6,6 +6,7 @@ pipeline (megatron-core's order tp-cp-dp-pp), so the chattiest group sits inside
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +39,8 @@ class ParallelConfig:
     offload_activations: bool = False  # keep layer inputs in host memory between forward and backward (GPU only)
     communication: str = "gloo"  # gloo | nccl
     timeout_minutes: int = 30
+    world: int | None = None  # processes this layout is made for; None: any number that divides
+    device_memory_gb: float | None = None  # what a rank may use; a configuration that does not fit is refused
 
     def __post_init__(self):
         for name in ("tensor", "pipeline", "virtual_pipeline", "context"):
@@ -68,13 +71,16 @@ class ParallelConfig:
     @property
     def pack_multiple(self) -> int:
         """A pack's length must be a multiple: two chunks per context rank, and tokens that scatter over tensor ranks."""
-        import math
-
         scatter = self.tensor if self.sequence_parallel else 1
         return math.lcm(2 * self.context if self.context > 1 else 1, self.context * scatter)
 
     def data_size(self, world: int) -> int:
         """Data-parallel ranks in a world; ValueError when the world does not divide."""
+        if self.world is not None and world != self.world:
+            raise ValueError(
+                f"parallel.world={self.world} but {world} processes run: start {self.world} (torchrun --nproc-per-node), "
+                "or choose another parallel= layout"
+            )
         if world % self.model_ranks:
             raise ValueError(
                 f"{world} processes cannot hold parallel.tensor={self.tensor} * pipeline={self.pipeline} * "

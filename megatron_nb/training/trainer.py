@@ -159,13 +159,13 @@ class Trainer:
 
     @staticmethod
     def _samples(packs: list[Batch]) -> list[str]:
-        return [sample_id for pack in packs for sample_id in pack.sample_ids]
+        return [sample_id for pack in packs for sample_id in pack.sample_ids if sample_id]
 
     def _everywhere(self, named: list[str]) -> list[str]:
         """The union over all ranks, sorted."""
         gathered: list = [None] * self.topology.world
         dist.all_gather_object(gathered, named)
-        return sorted({i for part in gathered for i in part})
+        return sorted({i for part in gathered for i in part if i})
 
     def _ready_for_reading(self) -> None:
         sync_parameters(self.chunks)
