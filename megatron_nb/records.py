@@ -9,10 +9,12 @@ once, so in a Batch stream[t] belongs to targets[t]; nobody else shifts. Fill va
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # data workers read and pack without loading torch
+    import torch
 
 STREAMS = ("loss_weight", "behaviour_logprob", "ref_logprob", "advantage", "turn_id")
 
