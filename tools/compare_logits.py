@@ -2,7 +2,8 @@
 
     python tools/compare_logits.py --a DIR --b DIR [--prompts FILE] [--dtype fp32|bf16] [--tolerance 1e-5]
 
-Each side is a Hugging Face folder, which transformers evaluates, or a checkpoint of ours, which our own model evaluates.
+Each side is a Hugging Face folder, which transformers evaluates, or a checkpoint (or run) of ours, which our own model
+evaluates.
 Printed per case: largest absolute difference, relative difference ||a - b|| / ||b||, largest KL(a || b) of a position in
 nats, share of positions with the same argmax. Exits with 1 when a relative difference exceeds the tolerance.
 
@@ -28,6 +29,7 @@ from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.records import Batch
+from megatron_nb.training.checkpoint_folder import resolve
 
 Case = tuple[str, torch.Tensor, int]  # name, ids [T], position of the first token
 LONG = 2048  # a context up to here is exceeded by a real sequence
@@ -111,13 +113,14 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--a", type=Path, required=True, help="Hugging Face folder or checkpoint folder")
+    parser.add_argument("--a", type=Path, required=True, help="Hugging Face folder, checkpoint folder, or run")
     parser.add_argument("--b", type=Path, required=True, help="the other one")
     parser.add_argument("--prompts", type=Path, help="text file, a prompt a line; a's tokenizer is used")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of both models (default fp32)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
     given = parser.parse_args(argv)
     try:
+        given.a, given.b = resolve(given.a) or given.a, resolve(given.b) or given.b
         shape, other = shape_of(given.a), shape_of(given.b)
         if shape.vocab_size != other.vocab_size:
             raise ValueError(f"vocabularies differ: {shape.vocab_size} in {given.a}, {other.vocab_size} in {given.b}")

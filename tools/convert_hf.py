@@ -18,16 +18,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from megatron_nb.model.global_tensors import (
-    COMMON_STATE,
-    COMPLETE,
-    CONFIG,
-    HF,
-    Piece,
-    pack_common,
-    row_blocks,
-    write_global_tensors,
-)
+from megatron_nb.model.global_tensors import CONFIG, HF, Piece, model_objects, row_blocks, write_global_tensors
 from megatron_nb.model.gpt import DTYPES, check_layout
 from megatron_nb.model.hf import Box, CheckpointWeights, HfSource
 from megatron_nb.model.hf_config import config_from_hf, config_to_hf, read_json
@@ -36,6 +27,7 @@ from megatron_nb.model.hf_names import hf_shapes, tensors_of
 from megatron_nb.model.progress import GB, Meter
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig
+from megatron_nb.training.checkpoint_folder import resolve, seal
 
 
 def import_hf(hf: Path, out: Path, tensor: int = 1, pipeline: int = 1, dtype: str | None = None) -> Meter:
@@ -43,12 +35,13 @@ def import_hf(hf: Path, out: Path, tensor: int = 1, pipeline: int = 1, dtype: st
     config = config_from_hf(hf, dtype)
     check_layout(config, ParallelConfig(tensor=tensor, pipeline=pipeline))
     source = HfSource(hf, config, cast=dtype is not None)
-    total = _size(config)
-    with Meter(f"import {hf}", total) as meter, new_folder(out, total) as partial:
-        write_global_tensors(partial, _pieces(source, config, tensor, meter), {COMMON_STATE: pack_common({})})
+    with Meter(f"import {hf}", _size(config)) as meter, new_folder(out, meter.total) as partial:
+        pieces = _pieces(source, config, tensor, meter)
+        meter.total = sum(bytes_of(piece.shape, piece.dtype) for piece in pieces)
+        write_global_tensors(partial, pieces, model_objects(config))
         copy_companions(hf, partial / HF)
         (partial / CONFIG).write_text(yaml.safe_dump({"model": asdict(config)}, sort_keys=False))
-        (partial / COMPLETE).touch()
+        seal(partial, out)
     return meter
 
 
@@ -76,7 +69,8 @@ def _pieces(source: HfSource, config: ModelConfig, tensor: int, meter: Meter) ->
 
 
 def export_hf(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -> Meter:
-    """Write the Hugging Face folder `out` from a checkpoint folder."""
+    """Write the Hugging Face folder `out` from a checkpoint, or from the newest checkpoint of a run."""
+    checkpoint = resolve(checkpoint) or checkpoint
     source = CheckpointWeights(checkpoint)
     config, total = source.config, _size(source.config)
     with Meter(f"export {checkpoint}", total) as meter, new_folder(out, total) as partial:
@@ -111,7 +105,7 @@ def arguments() -> argparse.ArgumentParser:
     command.add_argument("--pp", type=int, default=1, help="checked against the shape; does not change the files")
     command.add_argument("--dtype", choices=sorted(DTYPES), help="dtype to convert to (default: the origin's, bit for bit)")
     command = commands.add_parser("export", help="checkpoint -> Hugging Face folder")
-    command.add_argument("--checkpoint", type=Path, required=True, help="checkpoint folder with a file COMPLETE")
+    command.add_argument("--checkpoint", type=Path, required=True, help="step folder, or a run (its newest complete step)")
     command.add_argument("--out", type=Path, required=True, help="folder to make")
     command.add_argument("--max-shard-size", default="5GB", help="largest safetensors file, such as 5GB or 500MB (default 5GB)")
     return parser

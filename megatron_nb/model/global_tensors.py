@@ -172,10 +172,20 @@ def write_global_tensors(folder: Path, pieces: Iterable[Piece], objects: dict[st
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-def pack_common(state: dict[str, Any]) -> bytes:
-    """What is not a tensor, in the form that core reads back."""
+def model_objects(config: ModelConfig) -> dict[str, bytes]:
+    """What core expects beside a model's tensors: a common state, and an (empty) extra state of every linear module."""
+    objects = {COMMON_STATE: pack({})}
+    for module in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        for layer in range(config.num_layers):
+            key = f"decoder.layers.{module}._extra_state"
+            objects[ShardedObject(key, None, (config.num_layers,), (layer,)).unique_key] = pack(None)
+    return objects
+
+
+def pack(value: Any) -> bytes:
+    """An object in the form that core reads back."""
     stream = io.BytesIO()
-    torch.save([state], stream)
+    torch.save([value], stream)
     return stream.getvalue()
 
 

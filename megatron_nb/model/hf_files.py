@@ -156,10 +156,11 @@ def new_folder(target: Path, size: int) -> Iterator[Path]:
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     partial.mkdir()
     try:
-        yield partial
         if target.exists():
             target.rmdir()
-        partial.rename(target)
+        yield partial
+        if partial.exists():  # else the block gave it its name itself
+            partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
