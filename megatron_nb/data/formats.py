@@ -8,11 +8,12 @@ the content (for example the XML of an MCP turn) stay text.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_nb.data import schemas
-from megatron_nb.data.rows import BadRow
+from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.records import Conversation
 
 FORMATS = ("auto", "messages", "sharegpt", "text")
@@ -77,6 +78,13 @@ def parse(row: dict[str, Any], where: str, source: str, form: str = "auto", *, a
             "a conversation to train on needs an assistant turn",
         )
     return Conversation(messages, name, source, tools)
+
+
+def read(path: str, source: str, form: str = "auto", *, answers: bool = True) -> Iterator[Conversation | Text]:
+    """Every row that `path` names, in order. Raises BadRow and ValueError."""
+    for file in data_files(path):
+        for where, raw in raw_rows(file):
+            yield parse(decode(where, raw), where, source, form, answers=answers)
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:

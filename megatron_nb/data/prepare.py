@@ -7,7 +7,6 @@ wait. A shard appears complete or not at all; shards finished before a kill are 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -22,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nb.data import cache, chatml, formats, render, rows, schemas
+from megatron_nb.data import cache, chatml, formats, render, rows, schemas, turns
+from megatron_nb.data.files import file_digests, locked
 from megatron_nb.data.rows import BadRow
 from megatron_nb.data.sources import DataConfig, SourceConfig
 from megatron_nb.data.spawn import die_with_parent, light_start
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-CODE = (formats, schemas, rows, render, chatml, cache)  # what decides the content of a cache
+CODE = (formats, schemas, rows, turns, render, chatml, cache)  # what decides the content of a cache
 SHOWN = 5  # bad rows named in one message
 TRIED = 16  # rows of a source that are rendered before any are tokenised
 Chunk = list[tuple[str, Any]]  # (where, undecoded row)
@@ -112,47 +112,6 @@ def _source(name: str, source: SourceConfig, config: DataConfig, tokenizer: PreT
     }
     place = folder / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
     return Source(name, source, files, place, key, config.bad_rows == "skip")
-
-
-def file_digests(files: list[Path], folder: Path) -> list[str]:
-    """Hex digest of each file's content, remembered in `folder` by path, size and time of change."""
-    memory = folder / "digests.json"
-    stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
-
-    def known() -> dict[str, Any]:
-        return json.loads(memory.read_text()) if memory.exists() else {}
-
-    def fresh(remembered: dict[str, Any]) -> bool:
-        return all(remembered.get(path, [None])[:-1] == stamp for path, stamp in stamps.items())
-
-    remembered = known()
-    if not fresh(remembered):
-        with locked(folder / "digests.lock"):
-            remembered = known()
-            for path, stamp in stamps.items():
-                if remembered.get(path, [None])[:-1] != stamp:
-                    with open(path, "rb") as stream:
-                        remembered[path] = [*stamp, hashlib.file_digest(stream, "sha256").hexdigest()]
-            temporary = folder / "digests.json.new"
-            temporary.write_text(json.dumps(remembered))
-            temporary.rename(memory)
-    return [remembered[path][-1] for path in stamps]
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds the file's lock. The kernel releases it when the process dies, however that happens."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise ValueError(
-                f"{path}: the file system has no locks ({error}): ranks share the cache by them; set data.cache_dir elsewhere"
-            ) from error
-        yield
 
 
 class Workers:
