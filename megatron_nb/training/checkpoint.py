@@ -23,10 +23,12 @@ from megatron_nb.parallel import topology  # noqa: F401  installs the CPU layer 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_nb.training.checkpoint_folder import (
+    DamagedCheckpoint,
     carry_hf_files,
     checksum,
     complete_steps,
@@ -39,7 +41,6 @@ from megatron_nb.training.checkpoint_folder import (
 )
 from megatron_nb.training.checkpoint_state import (
     RESUME_MAY_CHANGE,
-    ChangedRun,
     Resumed,
     check_together,
     everywhere,
@@ -92,6 +93,7 @@ class _Save:
     request: AsyncRequest
     thread: threading.Thread | None = None
     checksums: dict[str, int] = field(default_factory=dict)  # of this rank's files
+    error: str | None = None
 
     @property
     def files(self) -> list[tuple[str, str, tuple[list, list]]]:
@@ -115,11 +117,19 @@ class _Save:
             self._write(files)
 
     def _write(self, files: list) -> None:
-        """Core keeps an error for its finalisation, where it is raised on all ranks."""
+        """What core's own writer does, except that an error keeps its words."""
+        results = {}
+        for number, file in enumerate(files):
+            transforms, _ = self.request.async_fn.args
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(transforms, number, file, None, None, use_fsync=True)
+            if isinstance(outcome, Exception):
+                self.error = f"rank {dist.get_rank()}, {Path(file[0]).name}: {outcome}"
+                return
+            results[number] = outcome
+            self.checksums[file[1]] = checksum(Path(file[0]))
         if files:
-            rank, _, results = self.request.async_fn_args
-            self.request.async_fn(rank, files, results)
-        self.checksums = {key: checksum(Path(file)) for file, key, _ in files if Path(file).is_file()}
+            *_, queue_of_core = self.request.async_fn_args
+            queue_of_core.put(results)
 
 
 class Checkpoints:
@@ -193,8 +203,10 @@ class Checkpoints:
 
     def _finish(self) -> None:
         save, final = self._save, step_folder(self.run, self._save.step)
-        dist.barrier()
-        for finalize in save.request.finalize_fns:  # gathers every rank's result; what failed on one is raised on all
+        errors = [error for error in everywhere(save.error) if error]
+        if errors:
+            raise CheckpointError(errors[0])
+        for finalize in save.request.finalize_fns:  # core gathers what was written and writes its index
             finalize()
         checksums = {name: value for part in everywhere(save.checksums) for name, value in part.items()}
         from_first_rank(partial(self._complete, save.folder, final, checksums))
@@ -228,26 +240,22 @@ class Checkpoints:
         """
         steps = self._complete_steps()
         for folder in steps.values():
-            resumed, problem = None, None
             try:
                 check_together(folder)
-                refuse_other_model(folder, yaml.safe_load(self.config_yaml)["model"], RESUME_MAY_CHANGE)
-                resumed = load_training_state(folder, trainer, fingerprint)
-            except ChangedRun:
-                raise
-            except FAILURES as error:
-                problem = f"{type(error).__name__}: {error}"
-            problems = [found for found in everywhere(problem) if found]
-            if not problems:
+            except DamagedCheckpoint as damage:
                 if dist.get_rank() == 0:
-                    log.info("resumed from %s", folder)
-                return resumed
+                    log.error("DAMAGED CHECKPOINT %s, set aside, the one before is tried: %s", folder, damage)
+                from_first_rank(partial(set_aside, folder))
+                continue
+            # intact files that do not load are a bug or a changed run: an older checkpoint would not help
+            refuse_other_model(folder, yaml.safe_load(self.config_yaml)["model"], RESUME_MAY_CHANGE)
+            resumed = load_training_state(folder, trainer, fingerprint)
             if dist.get_rank() == 0:
-                log.error("DAMAGED CHECKPOINT %s, set aside, the one before is tried: %s", folder, problems[0])
-            from_first_rank(partial(set_aside, folder))
+                log.info("resumed from %s", folder)
+            return resumed
         if steps:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints of {self.run} can be read; they are kept as checkpoints/damaged-step-*: "
+                f"none of the {len(steps)} checkpoints of {self.run} is intact; they are kept as checkpoints/damaged-step-*: "
                 "restore one of them, or start a new run"
             )
         return None

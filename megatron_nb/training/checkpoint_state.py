@@ -216,6 +216,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> None
         edited |= {f"{name} {old[name]} -> {group[name]}" for name in names}
         groups.append({**group, "step": old["step"]} if "step" in old else group)
     holder["param_groups"] = groups
+    if "state" in holder and isinstance(inner.optimizer, torch.optim.AdamW):
+        holder["state"].setdefault("common_step", torch.tensor(0.0))  # core leaves a step of 0 out
     if edited and dist.get_rank() == 0:
         log.warning("optimizer settings changed since the checkpoint, the new ones count: %s", "; ".join(sorted(edited)))
     optimizer.load_state_dict(saved)

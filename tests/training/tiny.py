@@ -9,12 +9,13 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.model.sharding import cut_dimension, named_parameters, unshard
 from megatron_nb.parallel.topology import ParallelConfig, initialize
 from megatron_nb.records import Batch
-from megatron_nb.training.optimizer import OptimizerConfig
+from megatron_nb.training.optimizer import OptimizerConfig, inner_optimizers
 from megatron_nb.training.trainer import Trainer
 
 # isort: split
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 LENGTH = 48
 
@@ -63,20 +64,55 @@ def train(trainer_: Trainer, steps: range) -> list[tuple[float, float, float]]:
 
 
 def whole(values: dict[str, tuple[torch.Tensor, int | None]]) -> dict[str, torch.Tensor]:
-    """{global name: (this rank's part, cut dimension)} -> whole tensors on every rank, vocabulary padding cut away."""
-    group, stages = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    """{global name: (this rank's part, cut dimension)} -> whole tensors of this stage, vocabulary padding cut away."""
+    group = parallel_state.get_tensor_model_parallel_group()
     gathered = {}
     for name, (value, dimension) in values.items():
         pieces = [torch.empty_like(value) for _ in range(group.size())]
         dist.all_gather(pieces, value.contiguous(), group=group)
         full = unshard(name, pieces, dimension)
         gathered[name] = full[:300] if full.shape[0] in (384, 512) else full
+    return gathered
+
+
+def over_stages(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every pipeline stage's entries, on every rank."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
     parts: list = [None] * stages.size()
-    dist.all_gather_object(parts, gathered, group=stages)
+    dist.all_gather_object(parts, values, group=stages)
     return {name: value for part in parts for name, value in part.items()}
 
 
 def weights(trainer_: Trainer) -> dict[str, torch.Tensor]:
     """Whole parameters on every rank."""
     named = named_parameters(trainer_.chunks)
-    return whole({name: (value.detach().clone(), cut_dimension(value)) for name, value in named})
+    return over_stages(whole({name: (value.detach().clone(), cut_dimension(value)) for name, value in named}))
+
+
+def moments(trainer_: Trainer) -> dict[str, torch.Tensor]:
+    """Whole Adam moments and fp32 master weights, "exp_avg/NAME" etc., on every rank, put together from what ranks hold."""
+    (inner,) = inner_optimizers(trainer_.optimizer)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    found = {}
+    for name, parameter in named_parameters(trainer_.chunks):
+        part, held = slice(None), getattr(parameter, "main_param", None)
+        sharded = isinstance(inner, DistributedOptimizer)
+        if sharded:
+            held = None
+            if parameter in inner.model_param_group_index_map:
+                group, order = inner.model_param_group_index_map[parameter]
+                held = inner.optimizer.param_groups[group]["params"][order]
+                bounds = inner._get_model_param_range_map(parameter)["param"]
+                part = slice(bounds.start, bounds.end)
+        elif held is None:
+            held = parameter
+        for key in ("exp_avg", "exp_avg_sq", "master"):
+            full = torch.zeros(parameter.numel())
+            if held is not None:
+                value = held if key == "master" else inner.optimizer.state[held][key]
+                full[part] = value.detach().float().flatten()
+            if sharded:
+                dist.all_reduce(full, group=replicas)
+            gathered = whole({name: (full.view(parameter.shape), cut_dimension(parameter))})
+            found[f"{key}/{name}"] = gathered[name]
+    return over_stages(found)
