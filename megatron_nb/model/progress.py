@@ -23,7 +23,7 @@ class Meter:
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.done, self.peak = what, max(total, 1), 0, 0
-        self.begin, self._printed = time.monotonic(), 0.0
+        self.begin, self.end, self._printed = time.monotonic(), None, 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -32,6 +32,7 @@ class Meter:
         return self
 
     def __exit__(self, kind, *rest) -> None:
+        self.end = time.monotonic()
         self._stop.set()
         self._thread.join()
         if kind is None:
@@ -39,7 +40,8 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.begin
+        """Since the start, or the whole time when it is over."""
+        return (self.end or time.monotonic()) - self.begin
 
     def _watch(self) -> None:
         while True:
