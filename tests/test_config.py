@@ -199,7 +199,7 @@ def test_cfg_prints_the_resolved_configuration_without_running(command, capsys):
 def test_help_prints_the_stage_files_own_words_and_its_groups(command, capsys):
     assert command("--help") is None
     printed = capsys.readouterr().out
-    assert printed.startswith("Trains a toy.\npython -m toy\n")
+    assert printed.startswith("Trains a toy.\n  python -m toy\n")
     assert "fast slow" in printed
 
 
