@@ -2,7 +2,7 @@
 
     python tools/quickstart_data.py --out runs/quickstart-data
 
-Writes tool_calls-{train,heldout}.jsonl (a question, tools, the first accepted calls) and agent-{train,heldout}.jsonl
+Writes tools.{train,heldout}.jsonl (a question, tools, the first accepted calls) and agent.{train,heldout}.jsonl
 (several questions, each solved by calls whose results come from running them against the package's own simulated
 services). The split is a hash of the published id, so what evaluation uses never gets into training. Same files every time.
 """
@@ -39,14 +39,14 @@ def build(out: Path, tools: int = 6) -> dict[str, dict[str, int]]:
     out.mkdir(parents=True, exist_ok=True)
     data = package_data()
     counts = {}
-    for name, rows in {"tool_calls": tool_calls(data, tools), "agent": agent(data, tools)}.items():
+    for name, rows in {"tools": tool_calls(data, tools), "agent": agent(data, tools)}.items():
         parts: dict[str, list[str]] = {"train": [], "heldout": []}
         for row in rows:
             parts["heldout" if held_out(row["id"]) else "train"].append(json.dumps(row, ensure_ascii=False))
         for part, lines in parts.items():
-            temporary = out / f"{name}-{part}.jsonl.new"
+            temporary = out / f"{name}.{part}.jsonl.new"
             temporary.write_text("\n".join(lines) + "\n")
-            temporary.rename(out / f"{name}-{part}.jsonl")
+            temporary.rename(out / f"{name}.{part}.jsonl")
         counts[name] = {part: len(lines) for part, lines in parts.items()}
     return counts
 
