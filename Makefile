@@ -1,0 +1,33 @@
+# Everything a newcomer types. Each target makes .venv first when it has to, and fails when its work fails.
+SHELL := bash
+PY := .venv/bin/python
+export PYTHON
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint verify test-256k bench-train gpu-check
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make .venv and install (PYTHON=... names the interpreter)
+	@tools/setup_venv.sh
+
+quickstart: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after
+	$(PY) tools/quickstart.py
+
+test: setup  ## all tests that need no GPU; prints what was skipped and why
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
+
+lint: setup  ## style of every Python file
+	$(PY) -m ruff check .
+
+verify: setup  ## every topology against one process; JSON= writes the table to a file
+	OMP_NUM_THREADS=1 $(PY) tools/verify_matrix.py $(if $(JSON),--json $(JSON))
+
+test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
+	OMP_NUM_THREADS=1 $(PY) tools/verify_256k.py
+
+bench-train: setup  ## tokens per second beside TRL's SFTTrainer
+	$(PY) tools/bench_train.py
+
+gpu-check: setup  ## kernels, NCCL and back ends on a GPU machine
+	$(PY) kernels/gpu_check.py
