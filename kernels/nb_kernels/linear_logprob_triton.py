@@ -5,8 +5,9 @@ logit is a dot product of two rows in a kernel of its own: a gather inside the t
 Backward: for a chunk of tokens and of vocabulary, dlogits are written in the inputs' dtype to a workspace of fixed size; two
 matrix products add them to dhidden and dweight in the accumulator's dtype. No atomics, so bits repeat.
 
-Inside, logits are in base 2: z2 = hidden . weight * scale, scale = log2(e) / temperature. One program axis only (the other
-axes of a grid end at 65535); offsets of tokens times row length are int64, or inside a tensor descriptor.
+Inside, y = hidden . weight without temperature, and z = (y - max y) * scale, scale = log2(e) / temperature, for exp2: the
+maximum goes first, so large logits lose no digits. One program axis only (the other axes of a grid end at 65535); offsets of
+tokens times row length are int64, or inside a tensor descriptor.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nb_kernels.linear_logprob_torch import accumulator, merge, outputs, reduced, rows_of
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+TARGET_BLOCK = 16
 TOKEN_CHUNK, VOCAB_CHUNK = 32768, 8192  # of the backward workspace: 0.5 GB in 16 bits
 PROGRAMS = 132  # streaming multiprocessors of an H100
 
@@ -48,7 +50,7 @@ def row_statistics(
     H: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     ENTROPY: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M, L, S [splits, tokens]: maximum of z2, sum of 2^(z2 - M), sum of 2^(z2 - M) (z2 - M) over one run of the vocabulary."""
+    """M, L, S [splits, tokens]: maximum of y, sum of 2^z, sum of 2^z z over one run of the vocabulary."""
     tile, split = _tile(tl.program_id(0), tl.cdiv(tokens, BT), splits, group)
     run = tl.cdiv(tl.cdiv(vocab, BV), splits) * BV
     m = tl.full([BT], -1e30, ACC)  # finite, so that an empty run stays (-1e30, 0, 0)
@@ -61,13 +63,14 @@ def row_statistics(
             w = weight.load([v, k])
             acc = tl.dot(h, w.T, acc, input_precision=PRECISION, out_dtype=ACC)
         column = v + tl.arange(0, BV)
-        z = tl.where((column < vocab)[None, :], acc * scale, -1e30)
-        new = tl.maximum(m, tl.max(z, 1))
-        decay = tl.exp2(m - new)
-        z = z - new[:, None]
+        y = tl.where((column < vocab)[None, :], acc, -1e30)
+        new = tl.maximum(m, tl.max(y, 1))
+        shift = (m - new) * scale
+        decay = tl.exp2(shift)
+        z = (y - new[:, None]) * scale
         p = tl.exp2(z)
         if ENTROPY:
-            s = decay * (s + l * (m - new)) + tl.sum(p * z, 1)
+            s = decay * (s + l * shift) + tl.sum(p * z, 1)
         l = l * decay + tl.sum(p, 1)
         m = new
     row = tile * BT + tl.arange(0, BT)
@@ -80,10 +83,10 @@ def row_statistics(
 
 @triton.jit(do_not_specialize=["tokens", "first", "vocab"])
 def target_logits(
-    HIDDEN, WEIGHT, TARGET, Z, tokens, first, vocab, scale,
+    HIDDEN, WEIGHT, TARGET, Y, tokens, first, vocab,
     H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Z [tokens]: hidden[t] . weight[target[t] - first] * scale, 0 where the target lives on another rank."""
+    """Y [tokens]: hidden[t] . weight[target[t] - first], 0 where the target lives on another rank."""
     row = tl.program_id(0) * BT + tl.arange(0, BT)
     target = tl.load(TARGET + row, mask=row < tokens, other=-1) - first
     here = (row < tokens) & (target >= 0) & (target < vocab)
@@ -94,7 +97,7 @@ def target_logits(
         h = tl.load(HIDDEN + row[:, None].to(tl.int64) * H + column[None, :], mask=mask, other=0.0).to(ACC)
         w = tl.load(WEIGHT + target[:, None].to(tl.int64) * H + column[None, :], mask=mask, other=0.0).to(ACC)
         acc += tl.sum(h * w, 1)
-    tl.store(Z + row, acc * scale, mask=row < tokens)
+    tl.store(Y + row, acc, mask=row < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "vocab", "first", "group"])
@@ -103,7 +106,7 @@ def logit_gradients(
     H: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
     ENTROPY: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dz [tokens, vocab] = G onehot - p (G + E (log p + entropy)), where p = 2^(z2 - M) SHARE, SHARE = 1 / sum.
+    """One tile of dz [tokens, vocab] = G onehot - p (G + E (log p + entropy)), where p = 2^z SHARE, SHARE = 1 / sum.
 
     SHIFT = entropy - log(sum); `first` is the global id of the chunk's first vocabulary row; unit = log(2).
     """
@@ -119,7 +122,7 @@ def logit_gradients(
     share = tl.load(SHARE + row, mask=inside, other=0.0)
     g = tl.load(G + row, mask=inside, other=0.0)
     target = (tl.load(TARGET + row, mask=inside, other=-1) - first).to(tl.int32)
-    z = acc * scale - m[:, None]
+    z = tl.minimum((acc - m[:, None]) * scale, 0.0)  # above 0 only where rows or columns end
     p = tl.exp2(z)
     if ENTROPY:
         e = tl.load(E + row, mask=inside, other=0.0) * share
@@ -177,16 +180,16 @@ def _chunk_statistics(h, weight, targets, entropy, shard):
         _descriptor(h, bt, bh), _descriptor(weight, bv, bh), *runs, n, V, splits, group, scale,
         ENTROPY=entropy, **constants, **launch,
     )  # fmt: skip
-    z = h.new_empty(n, dtype=dtype)
-    target_logits[(triton.cdiv(n, 16),)](
-        h, weight, targets, z, n, shard.first, V, scale, H=H, BT=16, BH=128, ACC=constants["ACC"]
+    y = h.new_empty(n, dtype=dtype)
+    target_logits[(triton.cdiv(n, TARGET_BLOCK),)](
+        h, weight, targets, y, n, shard.first, V, H=H, BT=TARGET_BLOCK, BH=128, ACC=constants["ACC"]
     )
     m = runs[0].amax(0)
-    shift = runs[0] - m
+    shift = (runs[0] - m) * scale
     decay = shift.exp2()
     l = (runs[1] * decay).sum(0)
     s = ((runs[2] + runs[1] * shift) * decay).sum(0)
-    return torch.stack([m * LN2, l, s * LN2, z * LN2])
+    return torch.stack([m / shard.temperature, l, s * LN2, y / shard.temperature])
 
 
 def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden, want_weight):
@@ -201,7 +204,7 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
     for rows in rows_of(kept, T, TOKEN_CHUNK):
         h, gr, share = hidden[rows], g[rows], 1 / l[rows]
         n = len(h)
-        m2, t = m[rows] * LOG2E, targets[rows]
+        y, t = m[rows] * shard.temperature, targets[rows]
         er, shift = (gr, gr) if e is None else (e[rows], ent[rows] - l[rows].log())
         dh = h.new_zeros(n, H, dtype=dtype) if want_hidden else None
         group = min(triton.cdiv(n, bt), 16)
@@ -209,7 +212,7 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
             w = weight[v : min(v + VOCAB_CHUNK, V)]
             dz = workspace[:n, : len(w)]
             logit_gradients[(triton.cdiv(n, bt) * triton.cdiv(len(w), bv),)](
-                _descriptor(h, bt, bh), _descriptor(w, bv, bh), m2, share, gr, er, shift, t, _descriptor(dz, bt, bv),
+                _descriptor(h, bt, bh), _descriptor(w, bv, bh), y, share, gr, er, shift, t, _descriptor(dz, bt, bv),
                 n, len(w), shard.first + v, group, LOG2E / shard.temperature, LN2, ENTROPY=e is not None, **constants, **launch,
             )  # fmt: skip
             if want_hidden:
