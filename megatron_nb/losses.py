@@ -3,6 +3,7 @@
 A gradient then depends neither on data, context or tensor ranks, nor on micro-batches, nor on packing. `count` is an
 integer held by context rank 0; fractions live in loss_weight.
 """
+
 from __future__ import annotations
 
 import torch

@@ -14,7 +14,7 @@ from megatron_nb.parallel.topology import ParallelConfig
 
 GB = 1e9
 RESERVE = 0.08  # of the device: context, communication buffers, fragmentation
-LOSS_CHUNK = 2 * 32768 * 8192  # bytes of linear_logprob's workspace, independent of the length
+LOSS_CHUNK = 32768, 8192  # tokens x vocabulary of linear_logprob's workspace, however long the pack is
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def plan(
     activations = t * (layers * kept * in_flight + working + rotary + layer_input)
 
     head = model.padded_vocab(parallel.tensor) / parallel.tensor * model.hidden_size * 4  # its gradient before it is added
-    loss = t * model.hidden_size * (b + 4 + b) + t * 32 + LOSS_CHUNK + head
+    chunk = b * min(t, LOSS_CHUNK[0]) * min(model.vocab_size, LOSS_CHUNK[1])
+    loss = t * model.hidden_size * (b + 4 + b) + t * 32 + chunk + head
     q = model.num_attention_heads * model.head_dim / parallel.tensor
     kv = model.num_query_groups * model.head_dim / parallel.tensor
     # backward: keys and values here and arriving, their gradients here, own and arriving in fp32, dq in fp32

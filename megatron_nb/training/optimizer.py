@@ -104,11 +104,8 @@ def pin_backend(backend: str) -> type[torch.optim.Optimizer]:
     return adam
 
 
-def schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Core's scheduler: update k (from 0) runs at rate(k). Call `.step(1)` after each update.
-
-    Warm-up reaches lr at update `warmup_steps` and never runs an update at rate 0: rate(k) = lr * (k+1) / (warmup_steps+1).
-    """
+def schedule_lengths(config: OptimizerConfig, num_steps: int) -> tuple[int, int]:
+    """(steps to the end of the decay, steps of the final descent); ValueError when they do not fit together."""
     decay = num_steps if config.decay_steps is None else config.decay_steps
     anneal = max(1, decay // 10) if config.anneal_steps is None else config.anneal_steps
     if config.schedule == "constant":
@@ -119,6 +116,15 @@ def schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, num_steps: i
     if config.schedule == "wsd" and not 0 < anneal <= decay - config.warmup_steps:
         raise ValueError(f"optimizer.anneal_steps={anneal} must lie in 1..{decay - config.warmup_steps}: "
                          f"it follows {config.warmup_steps} warm-up steps and ends at step {decay}")
+    return decay, anneal
+
+
+def schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
+    """Core's scheduler: update k (from 0) runs at rate(k). Call `.step(1)` after each update.
+
+    Warm-up reaches lr at update `warmup_steps` and never runs an update at rate 0: rate(k) = lr * (k+1) / (warmup_steps+1).
+    """
+    decay, anneal = schedule_lengths(config, num_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr / (config.warmup_steps + 1),
@@ -203,16 +209,6 @@ def optimize(
     if config.overlap_grad_reduce:  # only the last micro-batch may start the reduction
         core.no_sync_func = [model.no_sync for model in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped, optimizer, schedule(config, optimizer, num_steps)
-
-
-@torch.no_grad()
-def gradients_are_finite(models: list[DistributedDataParallel]) -> bool:
-    """Whether every gradient buffer of every rank is finite; the same answer on all ranks."""
-    buffers = [buffer.grad_data for model in models for buffer in model.buffers]
-    bad = sum(int(not torch.isfinite(gradient.sum(dtype=torch.float64))) for gradient in buffers)
-    flag = torch.tensor([bad], dtype=torch.int, device=buffers[0].device)
-    dist.all_reduce(flag)
-    return int(flag) == 0
 
 
 @dataclass(frozen=True)

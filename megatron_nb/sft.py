@@ -1,0 +1,271 @@
+"""Supervised fine-tuning: next-token loss on assistant turns, packed conversations, 2k to 256k tokens.
+
+python -m megatron_nb.sft [overrides]                              one process
+torchrun --nproc-per-node N -m megatron_nb.sft [overrides]         N ranks
+python -m megatron_nb.sft context=256k parallel=h100_256k --dry-run
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_nb.config import flatten, job, to_yaml
+from megatron_nb.data.dataset import Dataset, open_datasets
+from megatron_nb.data.loader import Loader, Validation
+from megatron_nb.data.packing import collate, pack
+from megatron_nb.data.sources import DataConfig
+from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.losses import NextToken
+from megatron_nb.model.gpt import build, check_layout
+from megatron_nb.model.shape import ModelConfig
+from megatron_nb.parallel import topology
+from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
+from megatron_nb.records import Sample
+from megatron_nb.training import memory
+from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
+from megatron_nb.training.metrics import LogConfig, Metrics
+from megatron_nb.training.optimizer import OptimizerConfig, describe, schedule_lengths
+from megatron_nb.training.signals import REQUEUE_EXIT, StopSignal
+from megatron_nb.training.start import find_origin, load_start
+from megatron_nb.training.trainer import StepResult, Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SftConfig:
+    """One stage of supervised fine-tuning."""
+
+    name: str | None = None  # run folder runs_dir/name; None: derived from the configuration
+    runs_dir: str = "runs"
+    seed: int = 1234
+    init_from: str | None = None  # Hugging Face folder, run, or step folder: weights, tokenizer and template
+    seq_len: int = 32768  # tokens of a pack
+    num_steps: int = 1000
+    global_batch_size: int = 64  # packs per update
+    micro_batch_size: int = 1  # packs per forward pass
+    validate_every: int = 100  # updates between held-out losses; the first and the last are always taken
+    layer_norms_every: int | None = None  # updates between reports of gradient norms by layer
+    stop_after_bad_steps: int = 5  # updates in a row that were refused for NaN or inf
+    rehearse: bool = False  # run the largest step once before reading data, to meet the memory peak early
+    replay_step: int | None = None  # report on the batch of this step with the weights of the newest checkpoint, and stop
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self):
+        for name in ("seq_len", "num_steps", "global_batch_size", "micro_batch_size", "validate_every", "stop_after_bad_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_layout(self.model, self.parallel)
+        schedule_lengths(self.optimizer, self.num_steps)
+        multiple = self.parallel.pack_multiple
+        if self.seq_len % multiple:
+            raise ValueError(
+                f"seq_len={self.seq_len} must be a multiple of {multiple} with parallel.context={self.parallel.context} and "
+                f"tensor={self.parallel.tensor}: zig-zag gives each rank two chunks, which scatter over tensor ranks"
+            )
+        if self.seq_len > self.model.max_position_embeddings:
+            raise ValueError(
+                f"seq_len={self.seq_len} is above model.max_position_embeddings={self.model.max_position_embeddings}: "
+                "a document could be as long as a pack; raise the latter with a rope_theta that was made for it"
+            )
+
+
+def world_of(config: SftConfig) -> int:
+    """Processes this job runs on, or is meant for in a dry run."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not config.launch.dry_run:
+        return started
+    return config.parallel.world or max(started, config.parallel.model_ranks)
+
+
+def describe_job(config: SftConfig) -> str:
+    """What the dry run prints below the configuration. ValueError when it cannot run or does not fit."""
+    world = world_of(config)
+    p, data_size = config.parallel, config.parallel.data_size(world)
+    packs_per_rank = -(-config.global_batch_size // data_size)
+    plan = memory.plan(config.model, p, world, config.seq_len * config.micro_batch_size, fused_activation=not ON_CPU)
+    if p.device_memory_gb:
+        memory.check_fits(plan, p.device_memory_gb)
+    tokens = config.seq_len * config.global_batch_size
+    flops = config.global_batch_size * config.model.train_flops(config.seq_len, config.seq_len**2)
+    return "\n".join(
+        [
+            f"model        {config.model.num_parameters:,} parameters, {config.model.dtype}, backend {config.model.backend}",
+            f"ranks        {world} = data {data_size} * pipeline {p.pipeline} * context {p.context} * tensor {p.tensor} ({p.communication})",
+            f"step         {config.global_batch_size} packs of {config.seq_len} = {tokens:,} tokens; "
+            f"{-(-packs_per_rank // config.micro_batch_size)} micro-batches a rank; at most {flops / 1e12:,.4g} TFLOP",
+            f"optimizer    {describe(config.optimizer)}, {config.optimizer.schedule} to {config.optimizer.lr:g}, {config.num_steps} steps",
+            f"memory of the fullest rank (pack of {config.seq_len * config.micro_batch_size} tokens, recompute {p.recompute})"
+            + (f", device {p.device_memory_gb:g} GB" if p.device_memory_gb else ""),
+            plan.table(),
+        ]
+    )
+
+
+def rehearse(trainer: Trainer, config: SftConfig) -> None:
+    """Forward and backward of one full pack per pipeline stage: what will not fit fails here, before data is read."""
+    row = Sample(np.zeros(config.seq_len, np.int64), np.ones(config.seq_len, np.float32), sample_id="rehearsal")
+    packs = [collate([pack([row], config.seq_len)] * config.micro_batch_size)] * config.parallel.pipeline
+    trainer.gradients(packs, NextToken())
+    if torch.cuda.is_available():
+        log.info("rehearsal: peak %.1f GB of device memory", torch.cuda.max_memory_allocated() / 1e9)
+
+
+def heldout(trainer: Trainer, sets: dict[str, Dataset], config: SftConfig) -> dict[str, float]:
+    """Loss per trained token of every held-out source and of all of them, every item once."""
+    t, p, losses, total, tokens = trainer.topology, config.parallel, {}, 0.0, 0
+    for name, dataset in sets.items():
+        passes = Validation(
+            dataset, config.data, micro_batch_size=config.micro_batch_size, data_rank=t.data_rank, data_size=t.data_size,
+            multiple=p.pack_multiple, micro_multiple=p.pipeline,
+        )  # fmt: skip
+        value, count = trainer.evaluate(list(passes), NextToken())
+        losses[f"heldout_loss_{name}"] = value / max(count, 1)
+        total, tokens = total + value, tokens + count
+    return {"heldout_loss": total / max(tokens, 1), **losses} if sets else {}
+
+
+def replay(trainer: Trainer, loader: Loader, step: int) -> None:
+    """Print loss and gradient norm of the batch of `step`, micro-batch by micro-batch; changes nothing."""
+    for number, batch in enumerate(loader.batch(step)):
+        total, count, *_ = trainer.gradients([batch] * trainer.topology.pipeline_size, NextToken())
+        names = ", ".join(sample_id for sample_id in batch.sample_ids if sample_id)
+        log.info("step %d, micro-batch %d: loss %.6f over %d tokens: %s", step, number, total / max(count, 1), count, names)
+
+
+def train(
+    trainer: Trainer, loader: Loader, sets: dict[str, Dataset], checkpoints: Checkpoints, metrics: Metrics, stop: StopSignal,
+    config: SftConfig, first: int,
+) -> dict[str, float]:  # fmt: skip
+    """The loop. Returns held-out losses before and after; leaves by SystemExit when asked to stop."""
+    loss, bad = NextToken(), 0
+    summary = {f"{name}_before": value for name, value in heldout(trainer, sets, config).items()}
+    if summary:
+        metrics.note(first, **{name.removesuffix("_before"): value for name, value in summary.items()})
+    for step in range(first + 1, config.num_steps + 1):
+        metrics.start_step()
+        wants_norms = config.layer_norms_every is not None and step % config.layer_norms_every == 0
+        size = loader.size(loader.step)
+        result = trainer.step(next(loader), loss, layer_norms=wants_norms)
+        bad = bad + 1 if result.skipped else 0
+        if result.skipped:
+            log.error("step %d was refused: loss or gradient is not finite; samples %s", step, ", ".join(result.skipped[:32]))
+        if bad >= config.stop_after_bad_steps:
+            raise RuntimeError(
+                f"{bad} steps in a row were refused for NaN or inf, the last is {step}: see the log for the samples"
+            )
+        tell(metrics, step, result, size)
+        last = step == config.num_steps
+        if sets and (last or step % config.validate_every == 0):
+            losses = heldout(trainer, sets, config)
+            metrics.note(step, **losses)
+            summary |= {f"{name}_after": value for name, value in losses.items()}
+        checkpoints.poll()
+        stopping = stop.agreed()
+        if stopping or checkpoints.due(step, config.num_steps):
+            checkpoints.save(step, trainer, {"fingerprint": "", "loader": loader.state()})
+        if stopping and not last:
+            checkpoints.wait()
+            log.warning("stopped after step %d of %d; the same command continues", step, config.num_steps)
+            sys.exit(REQUEUE_EXIT)
+    checkpoints.wait()
+    return summary
+
+
+def tell(metrics: Metrics, step: int, result: StepResult, size) -> None:
+    """One step into console, files and wandb."""
+    norms = {f"grad_norm/{name}": value for name, value in result.layer_norms.items()}
+    metrics.step(
+        step, loss=result.loss, lr=result.lr, grad_norm=result.grad_norm, tokens=size.tokens, squared_lengths=size.squares,
+        trained_tokens=result.count, skipped=float(bool(result.skipped)), **norms,
+    )  # fmt: skip
+
+
+def seen_shares(loader: Loader) -> Iterable[tuple[str, float]]:
+    """The mixture as it was really seen: share of tokens by source."""
+    total = sum(seen.tokens for seen in loader.seen.values()) or 1
+    return [(f"share_{name}", seen.tokens / total) for name, seen in loader.seen.items()]
+
+
+@job(SftConfig, "sft")
+def main(config: SftConfig) -> None:
+    """Run the stage, or describe it."""
+    report = describe_job(config)
+    if config.launch.dry_run:
+        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+        return
+    origin = find_origin(config.init_from, config.model)
+    place = topology.initialize(config.parallel, config.seed)
+    with open_run(config, "sft") as run, StopSignal(place.device) as stop:
+        log.info("%s\n%s", run.folder, report)
+        tokenizer = load_tokenizer(
+            config.data.tokenizer or (str(origin.hf_folder) if origin.hf_folder else None), config.data.chat_template
+        )
+        training, sets = open_datasets(config.data, tokenizer, config.seq_len, config.seed, config.model.vocab_size)
+
+        chunks = build(config.model, config.parallel)
+        if not run.resumes:
+            load_start(origin, chunks, config.model, config.seed)
+        trainer = Trainer(
+            chunks, config.optimizer, place, config.num_steps, distributed_optimizer=config.parallel.distributed_optimizer
+        )
+        if config.rehearse:
+            rehearse(trainer, config)
+        hf_files = origin.hf_folder or tokenizer_files(tokenizer, run.folder, place.rank)
+        checkpoints = Checkpoints(run.folder, config.checkpoint, to_yaml(config), hf_files)
+        resumed = checkpoints.resume(trainer, fingerprint="")
+        loader = Loader(
+            training, config.data,
+            global_batch_size=config.global_batch_size, micro_batch_size=config.micro_batch_size,
+            data_rank=place.data_rank, data_size=place.data_size,
+            multiple=config.parallel.pack_multiple, micro_multiple=config.parallel.pipeline,
+            device=None if ON_CPU else place.device,
+            state=resumed.data_state["loader"] if resumed else None,
+        )  # fmt: skip
+        if config.replay_step is not None:
+            replay(trainer, loader, config.replay_step)
+            return
+        first = resumed.step if resumed else 0
+        metrics = Metrics(
+            run,
+            config.log,
+            config.model,
+            num_steps=config.num_steps,
+            devices=place.world,
+            first_step=first,
+            settings=flatten(config),
+        )
+        try:
+            summary = train(trainer, loader, sets, checkpoints, metrics, stop, config, first)
+        finally:
+            loader.close()
+            measured = metrics.close()
+        run.write_summary(config.seed, **measured, **summary, **dict(seen_shares(loader)))
+
+
+def tokenizer_files(tokenizer, folder: Path, rank: int) -> Path:
+    """The tokenizer written beside the run, for checkpoints of a model that has no Hugging Face folder of its own."""
+    target = folder / "tokenizer"
+    if rank == 0:
+        tokenizer.save_pretrained(target)
+    torch.distributed.barrier()
+    return target
+
+
+if __name__ == "__main__":
+    main()
