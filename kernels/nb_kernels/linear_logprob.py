@@ -157,7 +157,7 @@ def _backend(implementation, hidden):
         return BACKENDS["triton" if fits else "torch"]
     if implementation == "triton":
         if not (hidden.is_cuda or interpreted):
-            raise ValueError(f"implementation='triton' on {hidden.device} needs CUDA or TRITON_INTERPRET=1 at import; use 'auto'")
+            raise ValueError(f"implementation='triton' on {hidden.device} needs CUDA, or TRITON_INTERPRET=1 at import")
         if hidden.is_cuda and hidden.dtype == torch.float64 and not interpreted:
             raise ValueError("implementation='triton' in float64: no tiles for it on a GPU; use 'auto' or 'torch'")
         if row_bytes % 16:
@@ -230,7 +230,7 @@ def _promised_scalar(g, promise, kept):
     g, promise = g.double(), promise.double()
     s = (g * promise).sum() / (promise * promise).sum().clamp_(min=1e-300)
     s, error, largest = torch.stack([s, (g - s * promise).abs().max(), g.abs().max()]).tolist()
-    if not error <= 1e-5 * largest:
+    if math.isfinite(s) and not error <= 1e-5 * largest:  # a loss of NaN has gradients of NaN: they pass, the trainer looks
         raise ValueError(
             f"dLoss/dlogprob differs from s * coefficient by {error:.3g} (s = {s:.6g}, largest gradient {largest:.3g}): "
             "the loss must be s * (coefficient . logprob); leave coefficient out for any other loss"
