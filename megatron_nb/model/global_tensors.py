@@ -126,7 +126,7 @@ class Piece:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    produce: Callable[[], torch.Tensor]
+    produce: Callable[[], torch.Tensor]  # a fresh tensor: its memory is taken back after writing
 
     @property
     def index(self) -> MetadataIndex:
@@ -139,6 +139,7 @@ class _Producing(dcp.DefaultSavePlanner):
     def __init__(self, pieces: Iterable[Piece], objects: dict[str, bytes]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.pieces, self.objects = {piece.index: piece for piece in pieces}, objects
+        self.written: torch.Tensor | None = None
 
     def create_local_plan(self) -> dcp.SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.objects]
@@ -152,8 +153,10 @@ class _Producing(dcp.DefaultSavePlanner):
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         if item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.objects[item.index.fqn])
+        if self.written is not None:
+            self.written.untyped_storage().resize_(0)  # torch's writer keeps every tensor until the file is closed
         piece = self.pieces[item.index]
-        tensor = piece.produce()
+        tensor = self.written = piece.produce()
         found = tuple(tensor.shape), tensor.dtype
         assert found == (piece.shape, piece.dtype), f"{piece} produced {found}"
         return tensor
@@ -162,13 +165,17 @@ class _Producing(dcp.DefaultSavePlanner):
 def write_global_tensors(folder: Path, pieces: Iterable[Piece], objects: dict[str, bytes]) -> None:
     """Write a checkpoint's tensors and objects into an empty folder, one piece in memory at a time.
 
-    Pieces must cover their global tensors without overlap (torch checks it). `objects` must hold COMMON_STATE.
+    Pieces must cover their global tensors without overlap (torch checks it). `objects` must hold COMMON_STATE. Raises what
+    a piece raised, OSError when the disk is full.
     """
     assert COMMON_STATE in objects
-    writer = dcp.FileSystemWriter(folder, thread_count=1)
+    writer = dcp.FileSystemWriter(folder, thread_count=1)  # one after the other: `_Producing` relies on it
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({}, storage_writer=writer, planner=_Producing(pieces, objects), no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Producing(pieces, objects), no_dist=True)
+        except dcp.CheckpointException as error:  # torch's wrapping, for many ranks; here is one
+            raise next(cause for cause, _ in error.failures.values()) from None
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

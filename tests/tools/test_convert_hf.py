@@ -1,5 +1,7 @@
 """Hugging Face -> checkpoint -> Hugging Face with the tool's own commands: bit for bit, streaming, or a clear refusal."""
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -159,6 +161,23 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="are free"):
         convert_hf.import_hf(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_disk_that_fills_up_while_writing_leaves_nothing_behind(tmp_path, monkeypatch, capsys, command):
+    folder = save_random(tmp_path / "hf")
+    convert_hf.import_hf(folder, tmp_path / "checkpoint")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)  # the last thing torch's writer does
+    monkeypatch.setattr(convert_hf, "hf_shapes", full)  # the last thing before export writes weights
+    source = ["--hf", str(folder)] if command == "import" else ["--checkpoint", f"{tmp_path}/checkpoint"]
+    monkeypatch.setattr(convert_hf, "_size", lambda config: 1000)
+    assert convert_hf.main([command, *source, "--out", f"{tmp_path}/out"]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
 
 
 def test_a_dtype_is_converted_only_when_asked(tmp_path):
