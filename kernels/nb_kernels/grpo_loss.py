@@ -164,6 +164,7 @@ def grpo_loss(
     missing streams, and for a value that is not finite at a position of weight other than 0.
     """
     o = Objective() if options is None else options
+    ref = None if o.kl is None else ref
     streams = dict(logprob=logprob, advantage=advantage, weight=weight, old=old, behaviour=behaviour, ref=ref, entropy=entropy)
     streams = _check(streams, o, cu_seqlens)
     backend = _backend(implementation, logprob)

@@ -167,3 +167,20 @@ def token_terms(streams, mean, o, metrics):
             KL=KL[o.kl], UNBIASED=o.kl_grad == "unbiased", BLOCK=BLOCK, METRICS=len(metrics),
         )  # fmt: skip
     return d_logprob, d_sequence, d_entropy, parts.double().sum(0)
+
+
+def compile_cases():
+    """(name, kernel, {argument: type}, {constexpr: value}, launch options, wants tensor cores and TMA) for compile_check."""
+    pointers = _token_terms.arg_names[:12]
+    types = dict.fromkeys(pointers, "*fp32") | {"T": "i32"} | dict.fromkeys(_token_terms.arg_names[13:19], "fp32")
+    plain = dict(CISPO=False, DUAL=False, CAP=False, KL=0, UNBIASED=False, BLOCK=BLOCK, METRICS=14)
+    for name, absent, changed in (
+        ("on policy", ("OLD", "BEHAVIOUR", "REF", "ENTROPY", "MEAN", "D_SEQUENCE", "D_ENTROPY"), {}),
+        ("dual clip, k3", ("MEAN", "D_SEQUENCE"), dict(DUAL=True, CAP=True, KL=3, UNBIASED=True)),
+        ("cispo", ("REF", "MEAN", "D_SEQUENCE"), dict(CISPO=True, CAP=True)),
+        ("sequence ratio, k2", (), dict(KL=2)),
+    ):
+        here = {k: v for k, v in types.items() if k not in absent}
+        yield f"token_terms {name}", _token_terms, here, plain | changed | dict.fromkeys(absent), {}, False
+    sums = {"X": "*fp32", "KEPT": "*fp32", "BOUNDS": "*i64", "SUM": "*fp32", "COUNT": "*fp32"}
+    yield "sequence_sums", _sequence_sums, sums, dict(BLOCK=BLOCK, ACC=tl.float32), {}, False

@@ -234,3 +234,22 @@ def _accumulate(out, a, b):
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:  # the interpreter's 16-bit tests
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def compile_cases():
+    """(name, kernel, {argument: type}, {constexpr: value}, launch options, wants tensor cores and TMA) for compile_check."""
+    integers = dict.fromkeys(("tokens", "vocab", "splits", "group", "first"), "i32")
+    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        for H in (2560, 576) if short == "bf16" else (2560,):
+            constants, launch = _options(dtype, H)
+            bt, bv, bh = constants["BT"], constants["BV"], constants["BH"]
+            floats = dict.fromkeys(("M", "L", "S", "Y", "SHARE", "G", "E", "SHIFT"), "*fp32")
+            types = integers | floats | {"TARGET": "*i64", "HIDDEN": f"*{short}", "WEIGHT": f"*{short}"}
+            types |= {"hidden": f"tensordesc<{short}[{bt},{bh}]>", "weight": f"tensordesc<{short}[{bv},{bh}]>"}
+            types |= {"dz": f"tensordesc<{short}[{bt},{bv}]>", "scale": "fp32", "unit": "fp32"}
+            for entropy in (False, True):
+                name = f"{short}, H {H}{', entropy' if entropy else ''}"
+                yield f"row_statistics {name}", row_statistics, types, constants | {"ENTROPY": entropy}, launch, True
+                yield f"logit_gradients {name}", logit_gradients, types, constants | {"ENTROPY": entropy}, launch, True
+            target = dict(H=H, BT=TARGET_BLOCK, BH=128, ACC=constants["ACC"])
+            yield f"target_logits {short}, H {H}", target_logits, types, target, {}, False
