@@ -178,7 +178,7 @@ def train(
         checkpoints.poll()
         stopping = stop.agreed()
         if stopping or checkpoints.due(step, config.num_steps):
-            checkpoints.save(step, trainer, {"fingerprint": "", "loader": loader.state()})
+            checkpoints.save(step, trainer, {"loader": loader.state()})
         if stopping and not last:
             checkpoints.wait()
             log.warning("stopped after step %d of %d; the same command continues", step, config.num_steps)
@@ -228,7 +228,7 @@ def main(config: SftConfig) -> None:
             rehearse(trainer, config)
         hf_files = origin.hf_folder or tokenizer_files(tokenizer, run.folder, place.rank)
         checkpoints = Checkpoints(run.folder, config.checkpoint, to_yaml(config), hf_files)
-        resumed = checkpoints.resume(trainer, fingerprint="")
+        resumed = checkpoints.resume(trainer)
         loader = Loader(
             training, config.data,
             global_batch_size=config.global_batch_size, micro_batch_size=config.micro_batch_size,

@@ -146,7 +146,7 @@ class Checkpoints:
         return step % self.config.every == 0 or step == num_steps
 
     def save(self, step: int, trainer: Trainer, data_state: dict[str, Any]) -> None:
-        """Save the job after `step` updates; data_state is plain JSON, equal on all ranks, with a "fingerprint".
+        """Save the job after `step` updates; data_state is plain JSON, equal on all ranks.
 
         CheckpointError when it cannot be written; earlier checkpoints stay as they are. With async_save the checkpoint
         becomes complete in a later `poll` or `wait`.
@@ -233,10 +233,10 @@ class Checkpoints:
             f"kept, {usable}: make room, then start the same command again"
         ) from error
 
-    def resume(self, trainer: Trainer, fingerprint: str) -> Resumed | None:
+    def resume(self, trainer: Trainer) -> Resumed | None:
         """Load the newest usable checkpoint of this run into `trainer`; None when the run has none.
 
-        A damaged one is set aside, loudly, and the one before is taken. ChangedRun when the model or the data changed.
+        A damaged one is set aside, loudly, and the one before is taken. ChangedRun when the model changed.
         """
         steps = self._complete_steps()
         for folder in steps.values():
@@ -249,7 +249,7 @@ class Checkpoints:
                 continue
             # intact files that do not load are a bug or a changed run: an older checkpoint would not help
             refuse_other_model(folder, yaml.safe_load(self.config_yaml)["model"], RESUME_MAY_CHANGE)
-            resumed = load_training_state(folder, trainer, fingerprint)
+            resumed = load_training_state(folder, trainer)
             if dist.get_rank() == 0:
                 log.info("resumed from %s", folder)
             return resumed

@@ -43,7 +43,7 @@ RESUME_MAY_CHANGE = {"backend"}
 
 
 class ChangedRun(ValueError):
-    """The model or the data is not what the checkpoint was saved with."""
+    """The model or the optimizer is not what the checkpoint was saved with."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +166,10 @@ def refuse_other_model(folder: Path, current: dict[str, Any], may_change: set[st
         log.warning("%s: %s", folder, "; ".join(changed.values()))
 
 
-def load_training_state(folder: Path, trainer: Trainer, fingerprint: str) -> Resumed:
-    """Everything of a checkpoint into `trainer` and this process's generators. ChangedRun when the data changed."""
+def load_training_state(folder: Path, trainer: Trainer) -> Resumed:
+    """Everything of a checkpoint into `trainer` and this process's generators."""
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    metadata, data_state = common["content_metadata"], json.loads(common["data"])
-    if data_state["fingerprint"] != fingerprint:
-        raise ChangedRun(
-            f"the data changed since {folder}: fingerprint {data_state['fingerprint']} then, {fingerprint} now. "
-            f"Restore the data and its settings, or start a new run with init_from={folder}"
-        )
+    metadata = common["content_metadata"]
     if metadata["distributed_optimizer"] != _optimizer_is_sharded(trainer):
         raise ChangedRun(
             f"{folder} was saved with parallel.distributed_optimizer={metadata['distributed_optimizer']}: "
@@ -197,14 +192,13 @@ def load_training_state(folder: Path, trainer: Trainer, fingerprint: str) -> Res
     elif dist.get_rank() == 0:
         log.warning("layout (tensor, pipeline, virtual, context, data) was %s, is %s: random generators start afresh",
                     metadata["layout"], _layout())  # fmt: skip
-    return Resumed(loaded["step"], data_state, folder)
+    return Resumed(loaded["step"], json.loads(loaded["data"]), folder)
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> None:
     """Moments and step from the checkpoint; rates, betas and decay from the configuration, also where it was edited.
 
-    Core matches parameter groups by their rates, and without the distributed optimizer numbers parameters as rank 0 did,
-    which is wrong on other pipeline stages: this rank's own groups stand instead.
+    Core would find no parameter group when a rate was edited, and silently keep the old betas and epsilon.
     """
     (inner,) = inner_optimizers(optimizer)
     holder = saved.get("optimizer", saved)

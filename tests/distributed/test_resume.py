@@ -20,7 +20,7 @@ LAYOUTS = {
     "cp2": (2, {"context": 2}),
     "tp2-pp2": (4, {"tensor": 2, "pipeline": 2}),
 }
-DATA = {"fingerprint": "data", "position": 12}
+DATA = {"position": 12}
 
 
 def _checkpoints(run: str, model: dict, **settings):
@@ -55,7 +55,7 @@ def _resume(run: str, model: dict, parallel: dict):
     from tests.training import tiny
 
     trainer = tiny.trainer(model, parallel, seed=8)
-    resumed = _checkpoints(run, model).resume(trainer, "data")
+    resumed = _checkpoints(run, model).resume(trainer)
     assert (resumed.step, resumed.data_state) == (3, DATA)
     loaded = tiny.weights(trainer), tiny.moments(trainer)
     return loaded, (tiny.train(trainer, range(3, 6)), _draw()), tiny.weights(trainer)

@@ -32,7 +32,7 @@ def _continue(run, parallel):
     from tests.training import tiny
 
     trainer = tiny.trainer({}, parallel, seed=8)
-    assert _checkpoints(run).resume(trainer, "data").step == 2
+    assert _checkpoints(run).resume(trainer).step == 2
     return tiny.train(trainer, range(2, 5)), tiny.weights(trainer)
 
 

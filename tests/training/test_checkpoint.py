@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints: full disk, kill, damage, another model, other data, an edited configuration."""
+"""What goes wrong with checkpoints: full disk, kill, damage, another model, an edited configuration."""
 import dataclasses
 import errno
 import os
@@ -10,7 +10,7 @@ import yaml
 
 from tools.rank_pool import RankPool
 
-DATA = {"fingerprint": "data", "position": 12}
+DATA = {"position": 12}
 
 
 def _checkpoints(run: str, model: dict | None = None, **settings):
@@ -72,7 +72,7 @@ def _resume(run: str):
 
     trainer, messages = tiny.trainer({}, {}, seed=8), []
     checkpoint.log.error = lambda message, *args: messages.append(message % args)
-    resumed = _checkpoints(run).resume(trainer, "data")
+    resumed = _checkpoints(run).resume(trainer)
     del checkpoint.log.error
     return resumed and resumed.step, tiny.weights(trainer), messages
 
@@ -91,11 +91,11 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_taken(ranks
     assert "DAMAGED CHECKPOINT" in messages[0][0] and messages[1] == []  # said once
 
 
-def _resume_error(run: str, fingerprint: str = "data", model: dict | None = None, parallel: dict | None = None) -> str:
+def _resume_error(run: str, model: dict | None = None, parallel: dict | None = None) -> str:
     from tests.training import tiny
 
     trainer = tiny.trainer(model or {}, parallel or {})
-    return _error(_checkpoints(run, model).resume, trainer, fingerprint)
+    return _error(_checkpoints(run, model).resume, trainer)
 
 
 def test_no_intact_checkpoint_is_an_error_not_a_fresh_start(ranks, tmp_path):
@@ -177,24 +177,18 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint_the_newest(ranks, tmp
 
 
 # ---------------------------------------------------------------------- another run
-def test_changed_data_is_refused_with_a_remedy(ranks, tmp_path):
-    ranks.run(2, _save_at, str(tmp_path), 1)
-    for message in ranks.run(2, _resume_error, str(tmp_path), "other data"):
-        assert "fingerprint data then, other data now" in message and "init_from=" in message
-    assert _listing(tmp_path) == ["step-00000001"]  # not taken for damage
-
-
 def test_another_model_is_refused_with_the_differences(ranks, tmp_path):
     ranks.run(1, _save_at, str(tmp_path), 1)
     model = {"ffn_hidden_size": 128, "rope_theta": 5e4}
-    message = ranks.run(1, _resume_error, str(tmp_path), "data", model)[0]
+    message = ranks.run(1, _resume_error, str(tmp_path), model)[0]
     assert "ffn_hidden_size is 64 there, 128 here" in message and "rope_theta is 10000.0 there, 50000.0 here" in message
     assert "hidden_size is 32" not in message
+    assert _listing(tmp_path) == ["step-00000001"]  # not taken for damage
 
 
 def test_another_kind_of_optimizer_sharding_is_refused(ranks, tmp_path):
     ranks.run(1, _save_at, str(tmp_path), 1)
-    message = ranks.run(1, _resume_error, str(tmp_path), "data", None, {"distributed_optimizer": False})[0]
+    message = ranks.run(1, _resume_error, str(tmp_path), None, {"distributed_optimizer": False})[0]
     assert "parallel.distributed_optimizer=True" in message
 
 
@@ -202,7 +196,7 @@ def _resume_with(run: str, optimizer: dict):
     from tests.training import tiny
 
     trainer = tiny.trainer({}, {}, optimizer)
-    _checkpoints(run).resume(trainer, "data")
+    _checkpoints(run).resume(trainer)
     groups = [(group["lr"], group["betas"], group["eps"]) for group in trainer.optimizer.param_groups]
     return groups, trainer.scheduler.num_steps
 
@@ -282,7 +276,7 @@ def _resume_before_the_first_update(run: str):
     from tests.training import tiny
 
     trainer = tiny.trainer({}, {"distributed_optimizer": False}, seed=8)
-    assert _checkpoints(run).resume(trainer, "data").step == 0
+    assert _checkpoints(run).resume(trainer).step == 0
     return tiny.train(trainer, range(2))
 
 

@@ -109,7 +109,7 @@ def _save_overlapped(run: str):
     trainer = tiny.trainer({}, {}, {"overlap_grad_reduce": True, "overlap_param_gather": True})
     tiny.train(trainer, range(2))
     config_yaml = yaml.safe_dump({"model": dataclasses.asdict(tiny.model_config())})
-    Checkpoints(Path(run), CheckpointConfig(), config_yaml).save(2, trainer, {"fingerprint": ""})
+    Checkpoints(Path(run), CheckpointConfig(), config_yaml).save(2, trainer, {"position": 0})
 
 
 def test_trap_a_checkpoint_saved_under_overlap_holds_the_last_update(ranks, tmp_path):
