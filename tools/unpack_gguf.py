@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import numpy
 import torch
 
 from megatron_nb.model.hf_config import DTYPE_NAMES, FAMILIES, config_from_hf
@@ -68,6 +69,7 @@ def unpack(file: Path, out: Path, dtype: str = "fp32") -> None:
     settings.architectures = [FAMILIES[settings.model_type].architecture]
     settings.tie_word_embeddings = "output.weight" not in stored
     settings.dtype = DTYPE_NAMES[dtype]
+    settings.rms_norm_eps = float(str(numpy.float32(settings.rms_norm_eps)))  # 1e-05, which GGUF keeps as float32
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     width = getattr(torch, DTYPE_NAMES[dtype])

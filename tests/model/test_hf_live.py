@@ -131,11 +131,14 @@ def test_what_live_ranks_saved_exports_bit_for_bit(ranks, tmp_path, layout, tied
 
 def load_into_another_shape(folder):
     modules, config = live(folder, {})
+    load_hf(folder, modules, replace(config, rope_theta=7e7, max_position_embeddings=4096))  # what training may change
+    with pytest.raises(ValueError, match="norm_epsilon is 1e-05 there, 1e-06 here"):
+        load_hf(folder, modules, replace(config, norm_epsilon=1e-6))
     with pytest.raises(ValueError, match="in the live model"):
         load_weights(None, modules, replace(config, ffn_hidden_size=64))
 
 
-def test_a_configuration_other_than_the_live_models_is_refused(ranks, tmp_path):
+def test_a_folder_or_a_configuration_of_another_model_is_refused(ranks, tmp_path):
     ranks.run(1, load_into_another_shape, save_random(tmp_path / "hf"))
 
 

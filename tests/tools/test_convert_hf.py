@@ -246,7 +246,7 @@ def test_smollm2_dequantised_round_trip_and_answer(tmp_path):
     unpack_gguf.unpack(file, tmp_path / "smol", "bf16")
     back = there_and_back(tmp_path / "smol", tmp_path, shard="100MB")
     assert_same_weights(tmp_path / "smol", back)
-    assert config_from_hf(back).num_parameters == 134_515_008
+    assert config_from_hf(back).num_parameters == 134_515_008 and config_from_hf(back).norm_epsilon == 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     model = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32)
     question = [{"role": "user", "content": "What is the capital of France?"}]
