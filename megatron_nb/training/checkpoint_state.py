@@ -196,29 +196,15 @@ def load_training_state(folder: Path, trainer: Trainer) -> Resumed:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, saved: dict[str, Any]) -> None:
-    """Moments and step from the checkpoint; rates, betas and decay from the configuration, also where it was edited.
-
-    Core would find no parameter group when a rate was edited, and silently keep the old betas and epsilon.
-    """
     (inner,) = inner_optimizers(optimizer)
-    holder = saved.get("optimizer", saved)
-    stored = {group["wd_mult"]: group for group in holder["param_groups"]}
-    groups, edited = [], set()
-    for group in inner.optimizer.state_dict()["param_groups"]:
-        old = stored[group["wd_mult"]]
-        names = [name for name in ("max_lr", "min_lr", "betas", "eps") if old[name] != group[name]]
-        edited |= {f"{name} {old[name]} -> {group[name]}" for name in names}
-        groups.append({**group, "step": old["step"]} if "step" in old else group)
-    holder["param_groups"] = groups
-    if "state" in holder and isinstance(inner.optimizer, torch.optim.AdamW):
-        holder["state"].setdefault("common_step", torch.tensor(0.0))  # core leaves a step of 0 out
-    if edited and dist.get_rank() == 0:
-        log.warning("optimizer settings changed since the checkpoint, the new ones count: %s", "; ".join(sorted(edited)))
+    state = saved.get("optimizer", saved).get("state")
+    if state is not None and isinstance(inner.optimizer, torch.optim.AdamW):
+        state.setdefault("common_step", torch.tensor(0.0))  # core leaves a step of 0 out, and torch misses it
     optimizer.load_state_dict(saved)
 
 
 def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> None:
-    """The number of consumed steps from the checkpoint, the shape of the schedule from the configuration."""
+    """The number of consumed steps from the checkpoint; the schedule's shape from the configuration: num_steps may grow."""
     here = scheduler.state_dict()
     edited = [f"{name} {saved[name]} -> {here[name]}" for name in saved if name != "num_steps" and saved[name] != here[name]]
     if edited and dist.get_rank() == 0:

@@ -1,6 +1,7 @@
-"""What goes wrong with checkpoints: full disk, kill, damage, another model, an edited configuration."""
+"""What goes wrong with checkpoints: full disk, kill, damage, another model, a longer job."""
 import dataclasses
 import errno
+import math
 import os
 import signal
 from pathlib import Path
@@ -192,21 +193,19 @@ def test_another_kind_of_optimizer_sharding_is_refused(ranks, tmp_path):
     assert "parallel.distributed_optimizer=True" in message
 
 
-def _resume_with(run: str, optimizer: dict):
+def _resume_longer(run: str):
     from tests.training import tiny
 
-    trainer = tiny.trainer({}, {}, optimizer)
+    trainer = tiny.trainer({}, {}, num_steps=40)
     _checkpoints(run).resume(trainer)
-    groups = [(group["lr"], group["betas"], group["eps"]) for group in trainer.optimizer.param_groups]
-    return groups, trainer.scheduler.num_steps
+    return trainer.scheduler.num_steps, trainer.scheduler.lr_decay_steps, trainer.optimizer.param_groups[0]["lr"]
 
 
-def test_edited_optimizer_settings_count_after_a_resume(ranks, tmp_path):
-    """Core keeps rates and betas of the checkpoint, or fails to find the parameter group when the rate changed."""
+def test_a_longer_job_continues_on_the_longer_schedule(ranks, tmp_path):
     ranks.run(1, _save_at, str(tmp_path), 5)
-    edited = {"lr": 4e-3, "min_lr": 1e-3, "schedule": "constant", "beta2": 0.99, "eps": 1e-6}
-    groups, consumed = ranks.run(1, _resume_with, str(tmp_path), edited)[0]
-    assert groups == [(4e-3, (0.9, 0.99), 1e-6)] * 2 and consumed == 5
+    consumed, length, rate = ranks.run(1, _resume_longer, str(tmp_path))[0]
+    assert (consumed, length) == (5, 40)
+    assert rate == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (40 - 2))))  # the tiny trainer warms up for 2
 
 
 # ---------------------------------------------------------------------- weights only
