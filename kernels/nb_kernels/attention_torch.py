@@ -65,10 +65,11 @@ def _mask(scores, low, rows, keys, q_offset, k_offset):
     scores.view(scores.shape[0], -1, *hidden.shape).masked_fill_(hidden, -math.inf)
 
 
-def forward(q, k, v, out, lse, low, q_offset, k_offset, scale):
-    """Merge the attention of q over k, v into (out, lse) in place."""
+def forward(q, k, v, out, lse, low, q_offset, k_offset, scale, fresh=False):
+    """Merge the attention of q over k, v into (out, lse) in place; whether they are fresh shows in lse."""
     acc_dtype, (Tk, G, _) = out.dtype, k.shape
     q, k, v = q.to(acc_dtype), *(x.to(acc_dtype).transpose(0, 1).contiguous() for x in (k, v))  # k, v [G, Tk, D]
+    cheap = q.device.type == "cpu"  # elsewhere the look at the bound costs more than the maximum that it saves
     for rows, tiles in _tiles(low, q_offset, k_offset, Tk, q.shape[1]):
         t = rows.stop - rows.start
         x = _fold(q, rows, G) * (scale * LOG2E)
@@ -78,7 +79,8 @@ def forward(q, k, v, out, lse, low, q_offset, k_offset, scale):
         acc = _fold(out, rows, G) * total  # an empty row may hold anything
         for keys, masked in tiles:
             kt = k[:, keys].mT
-            if not masked and bool((reach * k[:, keys].norm(dim=-1).amax(-1, keepdim=True) - m[..., 0]).amax() < HEADROOM):
+            bound = None if masked or not cheap else reach * kt.norm(dim=1).amax(-1, keepdim=True) - m[..., 0]
+            if bound is not None and bool(bound.amax() < HEADROOM):
                 s = torch.baddbmm(-m, x, kt).exp2_()  # the soft-max is the same for any reference near enough
             else:
                 s = torch.bmm(x, kt)
@@ -96,8 +98,8 @@ def forward(q, k, v, out, lse, low, q_offset, k_offset, scale):
         lse[rows] = _unfold(torch.where(seen, m / LOG2E + total.log(), -math.inf), t)[..., 0]
 
 
-def backward(dout, q, k, v, lse, delta, dq, dk, dv, low, q_offset, k_offset, scale):
-    """Add the gradients to dq, dk, dv in place, from the log-sum-exp and delta = sum(dout * out) over all keys."""
+def backward(dout, q, k, v, lse, delta, dq, dk, dv, low, q_offset, k_offset, scale, fresh=False):
+    """Add the gradients to dq, dk, dv in place, from the log-sum-exp and delta = sum(dout * out) over all keys; never fresh."""
     acc_dtype, (Tk, G, D) = dq.dtype, k.shape
     q, dout = q.to(acc_dtype), dout.to(acc_dtype)
     k, v = (x.to(acc_dtype).transpose(0, 1).contiguous() for x in (k, v))
