@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -38,11 +39,16 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
     different = [
         f"{field.name} is {getattr(theirs, field.name)} there, {getattr(model, field.name)} here"
         for field in fields(ModelConfig)
-        if field.name not in MAY_DIFFER and getattr(theirs, field.name) != getattr(model, field.name)
+        if field.name not in MAY_DIFFER and not _same(getattr(theirs, field.name), getattr(model, field.name))
     ]
     if different:
         raise ValueError(f"init_from={folder} holds another model ({'; '.join(different)}): choose its model= settings")
     return Origin(folder, None)
+
+
+def _same(a, b) -> bool:
+    """Equality, but for a float that went through single precision on its way (1e-5 in a GGUF file)."""
+    return math.isclose(a, b, rel_tol=1e-6) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
 def load_start(origin: Origin, chunks: list, model: ModelConfig, seed: int) -> None:
