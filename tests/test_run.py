@@ -227,6 +227,16 @@ def test_summary_is_flat_finite_numbers_with_seed_and_time(tmp_path):
         assert not (tmp_path / "summary.json").exists()
 
 
+def test_a_reader_sees_the_old_content_or_the_new_and_never_a_mixture(tmp_path):
+    path = tmp_path / "file"
+    write_atomic(path, "old" * 1000)
+    with path.open() as reader:
+        start = reader.read(3)
+        write_atomic(path, "new")
+        assert start + reader.read() == "old" * 1000
+    assert path.read_text() == "new"
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomic(path, "old")
