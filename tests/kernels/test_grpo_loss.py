@@ -122,13 +122,30 @@ def test_importance_between_engine_and_trainer_is_truncated_and_always_measured(
     assert one_token(1.1, 1.0, path, behaviour_ratio=0.5, importance_cap=2.0)[1] == pytest.approx(-0.55, rel=1e-6)
 
 
-@pytest.mark.parametrize("d, value", [(0.5, 0.14872), (-0.5, 0.10653), (0.0, 0.0), (200.0, math.exp(20) - 21)])
-def test_k3_has_its_known_values_and_stays_finite(d, value):
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "d, value, slope",
+    [(0.5, 0.14872, 1 - math.exp(0.5)), (-0.5, 0.10653, 1 - math.exp(-0.5)), (0.0, 0.0, 0.0), (200.0, math.exp(20) - 21, 0.0)],
+)
+def test_k3_has_its_known_values_and_stays_finite(path, d, value, slope):
     one = torch.ones(1, dtype=torch.float64)
     logprob = (-3 * one).requires_grad_()
-    result = grpo_loss(logprob, 0 * one, one, ref=(d - 3) * one, options=Objective(kl="k3", kl_coefficient=1.0))
+    options = Objective(kl="k3", kl_coefficient=1.0)
+    result = grpo_loss(logprob, 0 * one, one, ref=(d - 3) * one, options=options, implementation=path)
     result.loss.backward()
-    assert float(result.loss) == pytest.approx(value, abs=1e-5, rel=1e-9) and logprob.grad.isfinite().all()
+    assert float(result.loss) == pytest.approx(value, abs=1e-5, rel=1e-9)
+    assert float(logprob.grad) == pytest.approx(slope, abs=1e-12)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("far", ["old", "behaviour", "ref"])
+def test_exponents_beyond_the_limit_give_autograds_gradients_of_the_clamp(path, kl, far):
+    streams, _ = CASES["dual-clip-k2-T63"]
+    streams = streams | {far: streams[far] + torch.linspace(-45, 45, 63, dtype=torch.float64)}
+    found, expected, _ = both(streams, dict(kl=kl, kl_coefficient=0.1, kl_grad="unbiased", importance_cap=1e5), path)
+    for f, e in zip(found, expected):
+        assert error(f, e) < 1e-12
 
 
 def expected_gradient(kl, kl_grad, off_policy):
