@@ -172,4 +172,5 @@ def _token_at(encoding: Any, places: range) -> int | None:
 
 
 def _word(name: str, text: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
+    """Whether the name stands in the text by itself."""
+    return f'"{name}"' in text or re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
