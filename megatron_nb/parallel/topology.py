@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -147,6 +149,9 @@ def initialize(config: ParallelConfig, seed: int) -> Topology:
         create_gloo_process_groups=config.communication == "nccl",
         distributed_timeout_minutes=config.timeout_minutes,
     )
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     # identical on tensor ranks where weights are replicated, different where they are cut; dropout is not used
     model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True)
     return current()

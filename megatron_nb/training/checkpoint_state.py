@@ -156,7 +156,7 @@ def training_state(trainer: Trainer, step: int, data_state: dict[str, Any]) -> t
 
 def refuse_other_model(folder: Path, current: dict[str, Any], may_change: set[str]) -> None:
     """ChangedRun, with the differences, unless the checkpoint's model is `current`; what may change is logged."""
-    saved = dataclasses.asdict(ModelConfig(**yaml.safe_load((folder / "config.yaml").read_text())["model"]))
+    saved = dataclasses.asdict(ModelConfig.from_dict(yaml.safe_load((folder / "config.yaml").read_text())["model"]))
     here = dataclasses.asdict(ModelConfig(**current))
     changed = {name: f"{name} is {saved[name]} there, {here[name]} here" for name in saved if saved[name] != here[name]}
     refused = [text for name, text in changed.items() if name not in may_change]
