@@ -98,7 +98,7 @@ def describe_job(config: SftConfig) -> str:
     world = world_of(config)
     p, data_size = config.parallel, config.parallel.data_size(world)
     packs_per_rank = -(-config.global_batch_size // data_size)
-    plan = memory.plan(config.model, p, world, config.seq_len * config.micro_batch_size, fused_activation=not ON_CPU)
+    plan = memory.plan(config.model, p, world, config.seq_len * config.micro_batch_size, fused=not ON_CPU)
     if p.device_memory_gb:
         memory.check_fits(plan, p.device_memory_gb)
     tokens = config.seq_len * config.global_batch_size
@@ -106,10 +106,12 @@ def describe_job(config: SftConfig) -> str:
     return "\n".join(
         [
             f"model        {config.model.num_parameters:,} parameters, {config.model.dtype}, backend {config.model.backend}",
-            f"ranks        {world} = data {data_size} * pipeline {p.pipeline} * context {p.context} * tensor {p.tensor} ({p.communication})",
+            f"ranks        {world} = data {data_size} * pipeline {p.pipeline} * context {p.context} * tensor {p.tensor}, "
+            f"{p.communication}",
             f"step         {config.global_batch_size} packs of {config.seq_len} = {tokens:,} tokens; "
             f"{-(-packs_per_rank // config.micro_batch_size)} micro-batches a rank; at most {flops / 1e12:,.4g} TFLOP",
-            f"optimizer    {describe(config.optimizer)}, {config.optimizer.schedule} to {config.optimizer.lr:g}, {config.num_steps} steps",
+            f"optimizer    {describe(config.optimizer)}, {config.optimizer.schedule} from {config.optimizer.lr:g}, "
+            f"{config.num_steps} steps",
             f"memory of the fullest rank (pack of {config.seq_len * config.micro_batch_size} tokens, recompute {p.recompute})"
             + (f", device {p.device_memory_gb:g} GB" if p.device_memory_gb else ""),
             plan.table(),
@@ -151,12 +153,11 @@ def replay(trainer: Trainer, loader: Loader, step: int) -> None:
 def train(
     trainer: Trainer, loader: Loader, sets: dict[str, Dataset], checkpoints: Checkpoints, metrics: Metrics, stop: StopSignal,
     config: SftConfig, first: int,
-) -> dict[str, float]:  # fmt: skip
-    """The loop. Returns held-out losses before and after; leaves by SystemExit when asked to stop."""
+) -> None:  # fmt: skip
+    """The loop. Leaves by SystemExit when asked to stop."""
     loss, bad = NextToken(), 0
-    summary = {f"{name}_before": value for name, value in heldout(trainer, sets, config).items()}
-    if summary:
-        metrics.note(first, **{name.removesuffix("_before"): value for name, value in summary.items()})
+    if sets and first == 0:
+        metrics.note(0, **heldout(trainer, sets, config))
     for step in range(first + 1, config.num_steps + 1):
         metrics.start_step()
         wants_norms = config.layer_norms_every is not None and step % config.layer_norms_every == 0
@@ -172,9 +173,7 @@ def train(
         tell(metrics, step, result, size)
         last = step == config.num_steps
         if sets and (last or step % config.validate_every == 0):
-            losses = heldout(trainer, sets, config)
-            metrics.note(step, **losses)
-            summary |= {f"{name}_after": value for name, value in losses.items()}
+            metrics.note(step, **heldout(trainer, sets, config))
         checkpoints.poll()
         stopping = stop.agreed()
         if stopping or checkpoints.due(step, config.num_steps):
@@ -184,7 +183,6 @@ def train(
             log.warning("stopped after step %d of %d; the same command continues", step, config.num_steps)
             sys.exit(REQUEUE_EXIT)
     checkpoints.wait()
-    return summary
 
 
 def tell(metrics: Metrics, step: int, result: StepResult, size) -> None:
@@ -251,11 +249,11 @@ def main(config: SftConfig) -> None:
             settings=flatten(config),
         )
         try:
-            summary = train(trainer, loader, sets, checkpoints, metrics, stop, config, first)
+            train(trainer, loader, sets, checkpoints, metrics, stop, config, first)
         finally:
             loader.close()
             measured = metrics.close()
-        run.write_summary(config.seed, **measured, **summary, **dict(seen_shares(loader)))
+        run.write_summary(config.seed, **measured, **dict(seen_shares(loader)))
 
 
 def tokenizer_files(tokenizer, folder: Path, rank: int) -> Path:

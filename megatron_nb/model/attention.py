@@ -100,8 +100,9 @@ class PackAttention(MegatronModule):
         """query [t, 1, N, D]; key, value [t, 1, G, D] -> [t, 1, N * D]."""
         assert isinstance(packed_seq_params, PackBounds), "PackAttention needs the bounds of its pack: pass bounds(batch)"
         assert query.shape[1] == 1, f"one pack per micro-batch, found {query.shape[1]}"
+        # value is a view of the whole q, k, v projection: kept as it is for the backward pass, it would keep all of that
         out = context_attention(
-            query[:, 0], key[:, 0], value[:, 0],
+            query[:, 0], key[:, 0], value[:, 0].contiguous(),
             packed_seq_params.start, packed_seq_params.cu_seqlens, self.group, self.scale, self.method,
         )  # fmt: skip
         return out.reshape(out.shape[0], 1, -1)

@@ -135,6 +135,10 @@ class Metrics:
         }
         if "mfu" in steps[-1]:
             summary["mfu"] = statistics.median(row["mfu"] for row in steps if "mfu" in row)
+        for name in sorted({name for row in self.rows for name in row if name.startswith("heldout")}):
+            values = [row[name] for row in self.rows if row.get(name) is not None]
+            if values:
+                summary |= {f"{name}_before": values[0], f"{name}_after": values[-1]}
         losses = [row["loss"] for row in steps if row["loss"] is not None]
         return summary | ({"loss_first": losses[0], "loss_last": losses[-1]} if losses else {})
 
