@@ -59,13 +59,13 @@ class HfSource:
         entry, layer, row, column, target = box
         end = row + target.shape[0]
         columns = slice(column, column + target.shape[1]) if entry.columns else None
-        row_bytes = max(1, target[:1].numel() * 4)
+        step = max(1, BLOCK_BYTES // (target[0].numel() * 4))
         done = row
         for span in entry.spans(self.config):
             first, last = max(row, span.row), min(end, span.row + span.count)
             name = entry.theirs[span.part].replace("*", str(layer))
-            for begin in range(first, last, max(1, BLOCK_BYTES // row_bytes)):
-                stop = min(last, begin + max(1, BLOCK_BYTES // row_bytes))
+            for begin in range(first, last, step):
+                stop = min(last, begin + step)
                 their = slice(begin - span.row + span.their_row, stop - span.row + span.their_row)
                 target[begin - row : stop - row].copy_(self.folder.read(name, their, columns))
             done = max(done, last)
@@ -174,7 +174,6 @@ class LiveWeights:
 
         Every rank of a model copy (tensor x pipeline) must run the iteration to its end, in step: it communicates.
         With every_rank=False only the copy's first rank receives and yields; on the others the loop has no rounds.
-        A tensor is valid until the next one is asked for.
         """
         group = parallel_state.get_model_parallel_group()
         rank, size = dist.get_rank(group), dist.get_world_size(group)
