@@ -103,7 +103,9 @@ class Dataset:
             )
         if self.overlong == "truncate":
             counts |= {"truncated_samples": len(over), "truncated_tokens": tokens - len(over) * self.seq_len}
-            log.warning("%s: cut to seq_len, %d tokens lost", found, counts["truncated_tokens"])
+            silent = int((cache.trained(self.seq_len)[over] == 0).sum())
+            lost = counts["truncated_tokens"]
+            log.warning("%s: cut to seq_len, %d tokens lost, %d of them keep no trained token", found, lost, silent)
         else:
             counts |= {"dropped_samples": len(over), "dropped_tokens": tokens}
             log.warning("%s: left out, %d tokens lost", found, tokens)

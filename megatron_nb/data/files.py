@@ -15,9 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def file_digests(files: list[Path], folder: Path) -> list[str]:
-    """Hex digest of each file's content, remembered in `folder` by path, size and time of change."""
+    """Hex digest of each file's content, remembered in `folder` by path, size and times of change."""
     memory = folder / "digests.json"
-    stamps = {str(file.resolve()): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    states = {str(file.resolve()): file.stat() for file in files}
+    stamps = {path: [state.st_size, state.st_mtime_ns, state.st_ctime_ns] for path, state in states.items()}
 
     def known() -> dict[str, Any]:
         return json.loads(memory.read_text()) if memory.exists() else {}

@@ -108,7 +108,7 @@ class Plan:
     def _plan(self, following: int, waiting: list[int]) -> tuple[list[list[int]], Snapshot]:
         """The packs of one block and the state after it."""
         waiting = list(waiting)
-        sizes = [int(self._lengths(draw, draw + 1)[0]) for draw in waiting]
+        sizes = self._lengths(waiting[0], waiting[-1] + 1)[np.subtract(waiting, waiting[0])].tolist() if waiting else []
         packs: list[list[int]] = []
         while len(packs) < BLOCK:
             if len(waiting) < self._lookahead:

@@ -53,6 +53,6 @@ class DataConfig:
         for name, source in [*self.sources.items(), *self.validation.items()]:
             if source.format not in FORMATS:
                 raise ValueError(f"data source {name}: format={source.format!r} must be one of {', '.join(FORMATS)}")
-        for name in ("workers", "loader_workers", "lookahead"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"data.{name}={getattr(self, name)} must not be negative")
+        for name, least in (("workers", 0), ("loader_workers", 0), ("lookahead", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise ValueError(f"data.{name}={getattr(self, name)} must be at least {least}")

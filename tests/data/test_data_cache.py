@@ -5,6 +5,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -247,3 +249,24 @@ def test_the_index_says_what_it_was_built_from(tmp_path):
     cache = opened(write_rows(tmp_path / "rows.jsonl", ROWS), config(tmp_path))
     key = json.loads((cache.folder / "index.json").read_text())["key"]
     assert key["history"] == "full" and key["files"][0][0] == "rows.jsonl"
+
+
+def test_a_script_without_a_main_guard_is_not_started_again_by_its_workers(tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [chat("word " * 400, "answer")] * 400)  # two shards and more
+    tiny().save_pretrained(tmp_path / "tokenizer")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+open({str(tmp_path / "started")!r}, "a").write("x")
+from megatron_nb.data.dataset import open_datasets
+from megatron_nb.data.loader import Loader
+from megatron_nb.data.sources import DataConfig, SourceConfig
+from megatron_nb.data.tokenizer import load_tokenizer
+config = DataConfig({{"s": SourceConfig({str(file)!r})}}, cache_dir={str(tmp_path / "cache")!r}, workers=2)
+data, _ = open_datasets(config, load_tokenizer({str(tmp_path / "tokenizer")!r}), 2048, 1)
+assert data.caches["s"].index["shards"] > 1
+assert next(Loader(data, config, global_batch_size=1))[0].count
+"""
+    )
+    subprocess.run([sys.executable, str(script)], check=True, timeout=200)
+    assert (tmp_path / "started").read_text() == "x"
