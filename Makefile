@@ -3,10 +3,10 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint verify test-256k bench-train gpu-check
+.PHONY: help setup quickstart test lint verify verify-conversion test-256k bench-train bench-data bench-kernels mutate-kernels gpu-check
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup:  ## make .venv and install (PYTHON=... names the interpreter)
 	@tools/setup_venv.sh
@@ -28,6 +28,9 @@ test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
 
 bench-train: setup  ## tokens per second beside TRL's SFTTrainer
 	$(PY) tools/bench_train.py
+
+bench-data: setup  ## packing, and tokenising beside datasets.map
+	OMP_NUM_THREADS=1 $(PY) tools/bench_data.py
 
 gpu-check: setup  ## kernels and back ends on a GPU machine
 	$(PY) tools/check_backends.py

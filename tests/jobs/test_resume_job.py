@@ -17,6 +17,8 @@ from tools.rank_pool import RankPool
 
 STEPS, EVERY = 10, 5
 LAYOUTS = {"dp2": [], "tp2": ["parallel.tensor=2"], "pp2": ["parallel.pipeline=2"], "cp2": ["parallel.context=2"]}
+# of the same job at every layout; a change here changes what everybody trains, and must say why
+GOLDEN = [5.986551, 5.874686, 5.659125, 5.35139, 4.94328, 4.565966, 4.235211, 4.004146, 3.880878, 3.837007]
 MODEL = ["model=tiny", "model.vocab_size=400", "model.hidden_size=32", "model.head_dim=8", "model.ffn_hidden_size=64"]
 
 
@@ -101,6 +103,7 @@ def test_ten_steps_equal_five_kill_9_and_five(ranks, tmp_path, words, layout):
 
     whole, killed = _metrics(tmp_path / "whole"), _metrics(tmp_path / "killed")
     assert sorted(whole) == list(range(1, STEPS + 1)) and len({loss for loss, *_ in whole.values()}) == STEPS
+    assert [whole[step][0] for step in sorted(whole)] == pytest.approx(GOLDEN, rel=1e-4)
     assert killed == whole  # batches by their tokens and losses, rates, gradient norms
     name = f"checkpoints/step-{STEPS:08d}"
     expected, found = _content(tmp_path / "whole" / name), _content(tmp_path / "killed" / name)
