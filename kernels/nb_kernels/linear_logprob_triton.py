@@ -22,8 +22,9 @@ from nb_kernels.linear_logprob_torch import accumulator, merge, outputs, reduced
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 TARGET_BLOCK = 16
-TOKEN_CHUNK, VOCAB_CHUNK = 32768, 8192  # of the backward workspace: 0.5 GB in 16 bits
-PROGRAMS = 132  # streaming multiprocessors of an H100
+FORWARD_CHUNK = 32768  # tokens a launch; rows are copied when some are ignored
+TOKEN_CHUNK, VOCAB_CHUNK = 8192, 32768  # of the backward workspace: 0.5 GB in 16 bits
+PROCESSORS, WAVES = 132, 6  # streaming multiprocessors of an H100; so many programs for each hide the last, ragged wave
 
 # (BT tokens, BV vocabulary, BH hidden, warps, stages): no spills on sm_90, see compile_check
 TILES = {
@@ -156,7 +157,7 @@ def forward(hidden, weight, targets, kept, entropy, shard):
     stats = hidden.new_zeros(4, T if kept is None else len(kept), dtype=dtype)
     stats[0] = -math.inf
     done = 0
-    for rows in rows_of(kept, T, TOKEN_CHUNK):
+    for rows in rows_of(kept, T, FORWARD_CHUNK):
         h, t = hidden[rows], targets[rows]
         part = stats[:, done : done + len(h)]
         done += len(h)
@@ -172,8 +173,8 @@ def _chunk_statistics(h, weight, targets, entropy, shard):
     bt, bv, bh = constants["BT"], constants["BV"], constants["BH"]
     token_tiles, vocab_tiles = triton.cdiv(n, bt), triton.cdiv(V, bv)
     # few tokens need many runs to fill the machine; many tokens need about 4 to keep hidden tiles and weight tiles in L2
-    splits = min(vocab_tiles, max(4, triton.cdiv(2 * PROGRAMS, token_tiles)))
-    group = triton.cdiv(PROGRAMS, splits)
+    splits = min(vocab_tiles, max(4, triton.cdiv(WAVES * PROCESSORS, token_tiles)))
+    group = triton.cdiv(PROCESSORS, splits)
     scale = LOG2E / shard.temperature
     runs = h.new_zeros(3, splits, n, dtype=dtype)
     row_statistics[(token_tiles * splits,)](

@@ -1,7 +1,7 @@
 """Break every kernel on purpose, one change at a time, and see that its tests notice: python -m tests.kernels.mutate [kernel].
 
 Each tests/kernels/mutations_KERNEL.py lists TESTS (pytest arguments) and MUTATIONS: (what, file in nb_kernels, before, after)
-and, if need be, the pytest arguments for this mutation alone. `before` must stand exactly once in the file. A mutation runs on a
+and, if need be, the pytest arguments for this mutation alone. `before` must stand exactly once in the file. It runs on a
 copy of nb_kernels that PYTHONPATH puts before the installed one. Exit code 1 names the survivors.
 """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nb_kernels import linear_logprob_torch, linear_logprob_triton
-from nb_kernels.linear_logprob import cases, linear_logprob, reference
+from nb_kernels.linear_logprob import Shard, cases, linear_logprob, reference
 
 from tests.kernels.allocations import LiveBytes, canaries, guarded
 from tests.kernels.interpreter_bf16 import bf16_interpreter
@@ -34,10 +34,13 @@ def small(T=37, V=300, H=24, dtype=torch.float64):
 
 
 def small_chunks(monkeypatch):
-    """Several chunks of tokens and of vocabulary in both paths."""
+    """Several chunks of tokens and of vocabulary in both paths, several tiles in each run of the vocabulary."""
     for module in (linear_logprob_torch, linear_logprob_triton):
         monkeypatch.setattr(module, "TOKEN_CHUNK", 16)
         monkeypatch.setattr(module, "VOCAB_CHUNK", 112)
+    monkeypatch.setattr(linear_logprob_triton, "FORWARD_CHUNK", 32)
+    monkeypatch.setattr(linear_logprob_triton, "PROCESSORS", 1)
+    monkeypatch.setitem(linear_logprob_triton.TILES, torch.float64, (16, 32, 16, 4, 1))
     monkeypatch.setattr(linear_logprob_torch, "ONE_PASS_LOGITS", 16 * 300)
 
 
@@ -248,33 +251,56 @@ def test_rows_without_gradient_cost_nothing(monkeypatch, path):
     assert hidden.grad.abs().sum(1).nonzero()[:, 0].tolist() == [0, 16, 32, 48]
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("promise", [False, True])
-def test_workspace_does_not_grow_with_tokens_and_logits_are_never_whole(monkeypatch, path, promise):
+def test_workspace_does_not_grow_with_tokens_and_logits_are_never_whole(monkeypatch, promise):
     V, H = 1024, 16
-    monkeypatch.setattr(linear_logprob_triton, "TOKEN_CHUNK", 512)
-    monkeypatch.setattr(linear_logprob_triton, "VOCAB_CHUNK", 256)
     monkeypatch.setattr(linear_logprob_torch, "VOCAB_CHUNK", 256)
     monkeypatch.setattr(linear_logprob_torch, "ONE_PASS_LOGITS", 128 * V)
-    monkeypatch.setitem(linear_logprob_triton.TILES, torch.float32, (256, 256, 16, 4, 1))
 
     def workspace(T):
         hidden, weight, targets = small(T=T, V=V, H=H, dtype=torch.float32)
         coefficient = torch.ones(T) if promise else None
         with LiveBytes() as watch:
-            linear_logprob(hidden, weight, targets, coefficient=coefficient, implementation=path).sum().backward()
+            linear_logprob(hidden, weight, targets, coefficient=coefficient, implementation="torch").sum().backward()
         assert watch.largest < max(4 * T * V / 2, 1 << 20)
         return watch.peak - 4 * hidden.numel() - 4 * weight.numel()
 
-    small_T, large_T = (1024, 8192) if path == "torch" else (512, 2048)
-    vectors = 4 * 24 * (large_T - small_T)  # two dozen vectors of length T
-    assert workspace(large_T) - vectors < 1.05 * workspace(small_T)
+    vectors = 4 * 24 * (8192 - 1024)  # two dozen vectors of length T
+    assert workspace(8192) - vectors < 1.05 * workspace(1024)
+
+
+class NoLaunch:
+    """Stands for a kernel: takes any launch and does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+def test_the_triton_path_allocates_the_same_for_8k_and_256k_tokens_of_the_3b_model(monkeypatch):
+    for kernel in ("row_statistics", "target_logits", "logit_gradients"):
+        monkeypatch.setattr(linear_logprob_triton, kernel, NoLaunch())
+    monkeypatch.setattr(linear_logprob_triton, "_accumulate", lambda out, a, b: None)
+    V, H = 166144, 2560
+    shard = Shard(temperature=1.0, first=0, valid=V, group=None, reduce_hidden_grad=True)
+
+    def workspace(T):
+        hidden, weight = (torch.empty(n, H, dtype=torch.bfloat16, device="meta") for n in (T, V))
+        targets, g = torch.empty(T, dtype=torch.int64, device="meta"), torch.empty(T, device="meta")
+        with LiveBytes() as forward:
+            _, ent, m, l = linear_logprob_triton.forward(hidden, weight, targets, None, True, shard)
+        with LiveBytes() as backward:
+            linear_logprob_triton.backward(hidden, weight, targets, None, m, l, ent, g, g, shard, True, True)
+        return forward.peak, backward.peak - 2 * T * H
+
+    (forward, backward), (long_forward, long_backward) = workspace(8192), workspace(262144)
+    assert long_forward - forward < 4 * 24 * (262144 - 8192) and long_backward < 1.01 * backward
+    assert backward < 4 * V * H + 2 * V * H + 2 * 2**29  # dweight summed in float32, dweight itself, a workspace
 
 
 @needs_interpreter
 def test_more_tokens_than_a_grid_axis_can_count(monkeypatch):
     T = 70000
-    monkeypatch.setattr(linear_logprob_triton, "TOKEN_CHUNK", 1 << 20)
+    monkeypatch.setattr(linear_logprob_triton, "FORWARD_CHUNK", 1 << 20)
     monkeypatch.setattr(linear_logprob_triton, "TARGET_BLOCK", 1024)
     monkeypatch.setitem(linear_logprob_triton.TILES, torch.float64, (4096, 16, 16, 4, 1))
     hidden, weight = torch.randn(T, 2, dtype=torch.float64), torch.randn(16, 2, dtype=torch.float64)
