@@ -55,7 +55,7 @@ class Source:
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows in groups of one shard. The size follows from the files alone, so a later run cuts at the same rows."""
-        limit = min(max(sum(file.stat().st_size for file in self.files) // 64, 2**18), 2**25)
+        limit = min(max(sum(file.stat().st_size for file in self.files) // 64, 2**18), 2**24)
         chunk: Chunk = []
         size = 0
         for file in self.files:
@@ -81,14 +81,13 @@ def prepare(
     found = [_source(name, source, config, tokenizer, folder) for name, source in sources.items()]
     missing = sorted((source for source in found if not source.complete), key=lambda source: source.folder)
     with contextlib.ExitStack() as locks:
-        for path in sorted({source.folder for source in missing}):
-            locks.enter_context(locked(path.parent / f"{path.name}.lock"))
+        for source in missing:  # all processes lock in the same order
+            locks.enter_context(locked(folder / f"{source.folder.name}.lock"))
         if missing := [source for source in missing if not source.complete]:
             with Workers(config, tokenizer) as workers:
                 counts = [workers.check(source) for source in missing]
                 for source, count in zip(missing, counts):
-                    if not source.complete:  # two sources may be one and the same data
-                        workers.build(source, count)
+                    workers.build(source, count)
     caches = {source.name: cache.TokenCache(source.folder, source.name) for source in found}
     for opened in caches.values():
         _report(opened)

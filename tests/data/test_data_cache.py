@@ -44,7 +44,7 @@ def opened(file, settings, tokenizer=None, **source):
 
 
 def test_a_cache_holds_what_rendering_gives(tmp_path, small_shards):
-    file = write_rows(tmp_path / "rows.jsonl", ROWS)
+    file = write_rows(tmp_path / "rows.jsonl", [*ROWS[:-1], {"text": "plain words"}])
     cache = opened(file, config(tmp_path))
     expected = [row.sample("s") for rows in Renderer(tiny())(list(read(str(file), "s"))) for row in rows]
     assert len(cache) == len(expected) == 60
