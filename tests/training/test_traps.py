@@ -148,6 +148,27 @@ def test_trap_every_parameter_has_a_step_tensor_of_its_own_after_a_load(ranks):
     assert steps == [2.0] * len(steps) and different == len(steps)
 
 
+def _set_state_without_step():
+    import torch
+
+    from tests.training import tiny
+
+    trainer = tiny.trainer({}, {})
+    (inner,) = trainer.optimizer.chained_optimizers
+    parameter = next(iter(inner.model_param_group_index_map))
+    stored = {key: torch.full_like(value, 2.0) for key, value in inner._get_main_param_and_optimizer_states(parameter).items()}
+    step = stored.pop("step")
+    with torch.no_grad():
+        inner._set_main_param_and_optimizer_states(parameter, stored)
+    now = inner._get_main_param_and_optimizer_states(parameter)
+    return all(now[key].equal(value) for key, value in stored.items()) and float(now["step"]) == 0.0 != float(step)
+
+
+def test_trap_loaded_moments_come_without_a_step(ranks):
+    """A reshardable checkpoint stores the step once per group; core asks for one with every parameter's moments."""
+    assert ranks.run(1, _set_state_without_step) == [True]
+
+
 def _fresh_state():
     from tests.training import tiny
 
