@@ -147,8 +147,8 @@ def _path(implementation, q):
     if implementation == "auto":
         return attention_triton if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else attention_torch
     if implementation == "triton":
-        if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
-            raise ValueError(f"implementation='triton' on CUDA takes bfloat16 or float16, not {q.dtype}: use 'torch'")
+        if not (attention_triton.INTERPRETED or q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)):
+            raise ValueError(f"implementation='triton' needs 16-bit CUDA tensors, q is {q.dtype} on {q.device}; use 'torch'")
         return attention_triton
     if implementation == "torch":
         return attention_torch

@@ -216,6 +216,7 @@ def _backward_queries(Q, K, V, DO, DQ, LSE2, DELTA, START, MAP, Tq, Tk, q_offset
         DQ.store([i * BM, h * sdq], dq.to(DQ.dtype))
 
 
+INTERPRETED = not isinstance(_forward, triton.runtime.JITFunction)  # TRITON_INTERPRET=1 was set before the import
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -304,5 +305,6 @@ def compile_cases():
                 matrices |= {n: f"tensordesc<{result}[{keys},{width}]>" for n in ("DK", "DV")}
                 constants = {"N": 20, "G": 4, "R": 5, "BM": rows, "BN": keys, "BD": width, "ACC": tl.float32, "FRESH": fresh}
                 name = f"attention {kernel} D{width} {dtype}, {'written' if fresh else 'accumulated'} in {result}"
+                name += " (may spill)" if width == 256 else ""
                 options = {"num_warps": warps, "num_stages": stages}
                 yield name, kernels[kernel], types | matrices, constants, options, True
