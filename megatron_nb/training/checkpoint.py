@@ -40,7 +40,6 @@ from megatron_nb.training.checkpoint_folder import (
     step_folder,
 )
 from megatron_nb.training.checkpoint_state import (
-    RESUME_MAY_CHANGE,
     Resumed,
     check_together,
     everywhere,
@@ -248,7 +247,7 @@ class Checkpoints:
                 from_first_rank(partial(set_aside, folder))
                 continue
             # intact files that do not load are a bug or a changed run: an older checkpoint would not help
-            refuse_other_model(folder, yaml.safe_load(self.config_yaml)["model"], RESUME_MAY_CHANGE)
+            refuse_other_model(folder, yaml.safe_load(self.config_yaml)["model"])
             resumed = load_training_state(folder, trainer)
             if dist.get_rank() == 0:
                 log.info("resumed from %s", folder)

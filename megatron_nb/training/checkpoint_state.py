@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,7 @@ from megatron_nb.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-HAND_OVER_MAY_CHANGE = {"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend"}
-RESUME_MAY_CHANGE = {"backend"}
+HAND_OVER_MAY_CHANGE = {"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend", "kernels"}
 
 
 class ChangedRun(ValueError):
@@ -154,7 +153,7 @@ def training_state(trainer: Trainer, step: int, data_state: dict[str, Any]) -> t
     return {**state, "optimizer": optimizer, **rest}, metadata
 
 
-def refuse_other_model(folder: Path, current: dict[str, Any], may_change: set[str]) -> None:
+def refuse_other_model(folder: Path, current: dict[str, Any], may_change: Collection[str] = ()) -> None:
     """ChangedRun, with the differences, unless the checkpoint's model is `current`; what may change is logged."""
     saved = dataclasses.asdict(ModelConfig.from_dict(yaml.safe_load((folder / "config.yaml").read_text())["model"]))
     here = dataclasses.asdict(ModelConfig(**current))
@@ -227,7 +226,7 @@ def load_weights(path: str | Path, chunks: list, model: ModelConfig, fresh: tupl
         check_together(folder)
 
     def is_fresh(name: str) -> bool:
-        return any(word in name for word in fresh)
+        return any(word in name for word in (*fresh, "_extra_state"))  # the latter is Transformer Engine's, without weights
 
     metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
     state = _model_state(chunks, metadata)

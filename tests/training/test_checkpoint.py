@@ -209,6 +209,19 @@ def test_a_longer_job_continues_on_the_longer_schedule(ranks, tmp_path):
 
 
 # ---------------------------------------------------------------------- weights only
+def _give_extra_state(chunk) -> None:
+    """Transformer Engine's modules have an entry more than the local ones a checkpoint may come from."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    names = chunk.sharded_state_dict
+
+    def with_extra_state(*args, **kwargs):
+        entry = ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,))
+        return {**names(*args, **kwargs), "decoder.final_layernorm._extra_state": entry}
+
+    chunk.sharded_state_dict = with_extra_state
+
+
 def _load_weights(path: str, model: dict, parallel: dict, fresh: tuple = ()):
     from megatron_nb.model.gpt import build, initialize_weights
     from megatron_nb.model.sharding import cut_dimension, named_parameters
@@ -219,6 +232,7 @@ def _load_weights(path: str, model: dict, parallel: dict, fresh: tuple = ()):
     shape, layout = tiny.model_config(**model), ParallelConfig(**parallel)
     initialize(layout, seed=1)
     chunks = build(shape, layout)
+    _give_extra_state(chunks[0])
     initialize_weights(chunks, shape, seed=9)
     try:
         load_weights(path, chunks, shape, fresh)
