@@ -98,7 +98,7 @@ def describe_job(config: SftConfig) -> str:
     world = world_of(config)
     p, data_size = config.parallel, config.parallel.data_size(world)
     packs_per_rank = -(-config.global_batch_size // data_size)
-    plan = memory.plan(config.model, p, world, config.seq_len * config.micro_batch_size, fused=not ON_CPU)
+    plan = memory.plan(config.model, p, world, config.seq_len * config.micro_batch_size)
     if p.device_memory_gb:
         memory.check_fits(plan, p.device_memory_gb)
     tokens = config.seq_len * config.global_batch_size

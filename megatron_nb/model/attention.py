@@ -13,6 +13,9 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from nb_kernels.rms_norm import rms_norm
+from nb_kernels.rotary import rotary
+from nb_kernels.swiglu import swiglu
 
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.context import context_attention
@@ -26,14 +29,14 @@ class PackBounds(PackedSeqParams):
     `qkv_format="sbhd"` keeps core out of its own per-document code, whose split wants document lengths that divide.
     """
 
-    index: torch.Tensor = None  # [t] position in the pack
+    positions: torch.Tensor = None  # [t] position in the document
     start: torch.Tensor = None  # [t] position in the pack where the document begins
     cu_seqlens: torch.Tensor = None  # [S + 1] of the whole pack
 
 
 def bounds(batch: Batch) -> PackBounds:
     """The bounds of one (split) batch, in the form core passes through its layers."""
-    return PackBounds(qkv_format="sbhd", index=batch.index, start=batch.start, cu_seqlens=batch.cu_seqlens)
+    return PackBounds(qkv_format="sbhd", positions=batch.positions, start=batch.start, cu_seqlens=batch.cu_seqlens)
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -59,33 +62,28 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
 
 
 class PackRotary(RotaryEmbedding):
-    """Rotary table by explicit positions, which restart in every document.
-
-    GPTModel asks for a length and passes it to `forward`; here the "length" is the positions of the local tokens, so
-    nothing is sliced by context or tensor rank. Overriding `forward` also drops core's lru_cache on it. With an int
-    (decoding) core's own path runs.
-    """
+    """Leaves packed batches to PackAttention, which knows the positions; anything else (decoding) takes core's own path."""
 
     def get_rotary_seq_len(
         self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params=None, **kwargs
     ):
         if isinstance(packed_seq_params, PackBounds):
-            return packed_seq_params.index - packed_seq_params.start
+            return None
         return super().get_rotary_seq_len(
             inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **kwargs
         )
 
     def forward(self, length, offset=0, packed_seq=False, cp_group=None):
-        if not torch.is_tensor(length):
-            return super().forward(length, offset, packed_seq=packed_seq, cp_group=cp_group)
-        # angle = position * inverse frequency in fp32, exactly core's table row by row: [t, 1, 1, D]
-        inverse_frequency = self.inv_freq = self.inv_freq.to(length.device)
-        angles = length.to(inverse_frequency.dtype)[:, None] * inverse_frequency[None, :]
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        if length is None:
+            return None  # core turns nothing then
+        return super().forward(length, offset, packed_seq=packed_seq, cp_group=cp_group)
 
 
 class PackAttention(MegatronModule):
-    """Core attention over a packed, context-parallel batch."""
+    """Rotary embedding and core attention over a packed, context-parallel batch.
+
+    Positions restart in every document and are explicit, so nothing of the table is sliced by context or tensor rank.
+    """
 
     def __init__(
         self, config, layer_number, attn_mask_type, attention_type,
@@ -94,17 +92,20 @@ class PackAttention(MegatronModule):
         super().__init__(config=config)
         assert pg_collection is not None, "PackAttention needs the process groups that SelfAttention passes"
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.group, self.method = pg_collection.cp, config.context_method
+        self.group, self.method, self.kernels = pg_collection.cp, config.context_method, config.kernels
+        self.register_buffer("frequencies", config.inverse_frequencies, persistent=False)
 
     def forward(self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         """query [t, 1, N, D]; key, value [t, 1, G, D] -> [t, 1, N * D]."""
-        assert isinstance(packed_seq_params, PackBounds), "PackAttention needs the bounds of its pack: pass bounds(batch)"
+        pack = packed_seq_params
+        assert isinstance(pack, PackBounds), "PackAttention needs the bounds of its pack: pass bounds(batch)"
         assert query.shape[1] == 1, f"one pack per micro-batch, found {query.shape[1]}"
+        query, key = (rotary(x[:, 0], pack.positions, self.frequencies, implementation=self.kernels) for x in (query, key))
         # value is a view of the whole q, k, v projection: kept as it is for the backward pass, it would keep all of that
+        value = value[:, 0].contiguous()
         out = context_attention(
-            query[:, 0], key[:, 0], value[:, 0].contiguous(),
-            packed_seq_params.start, packed_seq_params.cu_seqlens, self.group, self.scale, self.method,
-        )  # fmt: skip
+            query, key, value, pack.start, pack.cu_seqlens, self.group, self.scale, self.method, self.kernels
+        )
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -113,11 +114,23 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, config.kernels
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # each tensor rank sees a part of the tokens: core sums this gradient over them
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H] -> the same shape."""
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, eps=self.eps, implementation=self.kernels)
+
+
+class SwiGlu(torch.nn.Module):
+    """The MLP's activation: gate and up beside each other -> silu(gate) * up."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.kernels = config.kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., 2F] -> [..., F]."""
+        return swiglu(x, implementation=self.kernels)

@@ -28,7 +28,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_nb.model.attention import Norm, PackAttention, PackRotary, inverse_frequencies
+from megatron_nb.model.attention import Norm, PackAttention, PackRotary, SwiGlu, inverse_frequencies
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel announces HybridModel
 
@@ -46,6 +46,8 @@ class CoreConfig(TransformerConfig):
     """megatron-core's configuration and what our attention needs beside it."""
 
     context_method: str = "ring"
+    kernels: str = "auto"
+    inverse_frequencies: torch.Tensor | None = None  # [D / 2], of the rotary embedding
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -103,6 +105,8 @@ def core_config(model: ModelConfig, parallel: ParallelConfig) -> CoreConfig:
         microbatch_group_size_per_vp_stage=parallel.pipeline if virtual else None,
         context_parallel_size=parallel.context,
         context_method=parallel.context_method,
+        kernels=model.kernels,
+        inverse_frequencies=inverse_frequencies(model),
         calculate_per_token_loss=True,  # sum and count; divided once by the global count
         # core's default True trains silently wrong with an interleaved schedule on gloo, and is not needed elsewhere
         batch_p2p_comm=False,
@@ -110,8 +114,9 @@ def core_config(model: ModelConfig, parallel: ParallelConfig) -> CoreConfig:
         gradient_accumulation_fusion=False,  # needs apex; our weight gradients go through autograd
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=not ON_CPU,
-        apply_rope_fusion=False,  # core's fused rotary knows no explicit positions
+        bias_activation_fusion=False,
+        use_te_activation_func=True,  # core's door for an activation module: ours, SwiGlu
+        apply_rope_fusion=False,
         use_cpu_initialization=ON_CPU,
         perform_initialization=False,  # `initialize_weights` draws by name, equal at every topology
         **RECOMPUTE[parallel.recompute],
@@ -131,6 +136,7 @@ def _block_spec(config: CoreConfig, model: ModelConfig, vp_stage: int | None) ->
             layer.submodules.self_attention.submodules.q_layernorm = Norm
             layer.submodules.self_attention.submodules.k_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = PackAttention
+    layer.submodules.mlp.keywords["submodules"].activation_func = SwiGlu
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
@@ -154,8 +160,8 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> list[GPTModel]:
             rotary_base=model.rope_theta,
             vp_stage=vp_stage,
         )
-        chunk.rotary_pos_emb.__class__ = PackRotary  # on every stage: each looks positions up for its own layers
-        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        chunk.rotary_pos_emb.__class__ = PackRotary
+        chunk.rotary_pos_emb.inv_freq = config.inverse_frequencies.clone()
         chunk.true_vocab_size = model.vocab_size
         chunks.append(chunk if ON_CPU else chunk.cuda(torch.cuda.current_device()))
     return chunks

@@ -47,4 +47,5 @@ def logprob_head(*, hidden_states, output_layer, output_weight, context: Logprob
         ignore_index=IGNORE,
         entropy=context.entropy,
         coefficient=context.coefficient,
+        implementation=config.kernels,
     )

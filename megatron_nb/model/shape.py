@@ -31,6 +31,7 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen3
     dtype: str = "bf16"  # bf16 | fp32
     backend: str = "local"  # local | te: whose linear and norm modules
+    kernels: str = "auto"  # auto (triton on CUDA, torch elsewhere) | torch | triton: attention, norms, rotary, SwiGLU, loss
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size",
@@ -47,7 +48,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         if self.norm_epsilon <= 0 or self.rope_theta <= 0:
             raise ValueError(f"model.norm_epsilon={self.norm_epsilon} and rope_theta={self.rope_theta} must be positive")
-        for name, choices in (("dtype", ("bf16", "fp32")), ("backend", ("local", "te"))):
+        choices_of = {"dtype": ("bf16", "fp32"), "backend": ("local", "te"), "kernels": ("auto", "torch", "triton")}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
         if self.rope_scaling is not None:

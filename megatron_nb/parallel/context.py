@@ -78,7 +78,7 @@ class _RingAttention(torch.autograd.Function):
     """Keys and values go round the ring; (out, lse) and the travelling dk, dv stay in fp32, so ring size costs no accuracy."""
 
     @staticmethod
-    def forward(ctx, q, k, v, start, length, group, scale):
+    def forward(ctx, q, k, v, start, length, group, scale, implementation):
         size, rank = group.size(), group.rank()
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -94,19 +94,19 @@ class _RingAttention(torch.autograd.Function):
                     if _sees(start[mine], q_first, k_first, theirs.stop - theirs.start):
                         attention_forward(
                             q[mine], block[0, theirs], block[1, theirs], out[mine], lse[mine],
-                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale,
+                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
                         )  # fmt: skip
             if work:
                 _wait(work)
                 block = arriving
         ctx.save_for_backward(q, k, v, out, lse, start)
-        ctx.rest = length, group, scale
+        ctx.rest = length, group, scale, implementation
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse, start = ctx.saved_tensors
-        length, group, scale = ctx.rest
+        length, group, scale, implementation = ctx.rest
         size, rank = group.size(), group.rank()
         wide = out.dtype
         dout = dout.contiguous()
@@ -127,7 +127,7 @@ class _RingAttention(torch.autograd.Function):
                         attention_backward(
                             dout[mine], q[mine], block[0, theirs], block[1, theirs], lse[mine], delta[mine],
                             dq[mine], own[0, theirs], own[1, theirs],
-                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale,
+                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
                         )  # fmt: skip
             _wait(sending)  # what the ranks before us found for this block
             own += carried
@@ -136,14 +136,14 @@ class _RingAttention(torch.autograd.Function):
                 _wait(work)
                 block = arriving
         _wait(sending)  # the last hand-over brings every gradient home
-        return dq.to(q.dtype), carried[0].to(k.dtype), carried[1].to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), carried[0].to(k.dtype), carried[1].to(v.dtype), None, None, None, None, None
 
 
 class _GatheredAttention(torch.autograd.Function):
     """Every rank holds all keys and values for the length of the call: one collective, no ring latency."""
 
     @staticmethod
-    def forward(ctx, q, k, v, start, length, group, scale):
+    def forward(ctx, q, k, v, start, length, group, scale, implementation):
         size, rank = group.size(), group.rank()
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -151,10 +151,19 @@ class _GatheredAttention(torch.autograd.Function):
         key, value = _GatheredAttention._in_order(k, v, length, group)
         for mine, q_first in _chunks(length, size, rank):
             attention_forward(
-                q[mine], key, value, out[mine], lse[mine], start=start[mine], q_offset=q_first, k_offset=0, scale=scale
+                q[mine],
+                key,
+                value,
+                out[mine],
+                lse[mine],
+                start=start[mine],
+                q_offset=q_first,
+                k_offset=0,
+                scale=scale,
+                implementation=implementation,
             )
         ctx.save_for_backward(q, k, v, out, lse, start)
-        ctx.rest = length, group, scale
+        ctx.rest = length, group, scale, implementation
         return out.to(q.dtype)
 
     @staticmethod
@@ -172,7 +181,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse, start = ctx.saved_tensors
-        length, group, scale = ctx.rest
+        length, group, scale, implementation = ctx.rest
         size, rank = group.size(), group.rank()
         dout = dout.contiguous()
         delta = (dout.to(out.dtype) * out).sum(-1)
@@ -182,11 +191,11 @@ class _GatheredAttention(torch.autograd.Function):
         for mine, q_first in _chunks(length, size, rank):
             attention_backward(
                 dout[mine], q[mine], key, value, lse[mine], delta[mine], dq[mine], whole[0], whole[1],
-                start=start[mine], q_offset=q_first, k_offset=0, scale=scale,
+                start=start[mine], q_offset=q_first, k_offset=0, scale=scale, implementation=implementation,
             )  # fmt: skip
         dist.all_reduce(whole, group=group)
         dk, dv = whole[:, zigzag(length, size, rank).to(whole.device)]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
 
 
 METHODS = {"ring": _RingAttention, "all_gather": _GatheredAttention}
@@ -201,13 +210,14 @@ def context_attention(
     group: dist.ProcessGroup,
     scale: float,
     method: str = "ring",
+    implementation: str = "auto",
 ) -> torch.Tensor:
     """Causal attention inside each document of a pack that is split over `group`.
 
     q [t, N, D]; k, v [t, G, D]; start [t] pack position where the query's document begins; cu_seqlens [S + 1] of the
-    whole pack. Returns [t, N, D] in q's dtype. Ring attention: arXiv 2310.01889.
+    whole pack; implementation as in nb_kernels.attention. Returns [t, N, D] in q's dtype. Ring attention: arXiv 2310.01889.
     """
     if group.size() == 1:
-        return attention(q, k, v, cu_seqlens, scale=scale)
+        return attention(q, k, v, cu_seqlens, scale=scale, implementation=implementation)
     length = q.shape[0] * group.size()
-    return METHODS[method].apply(q.contiguous(), k.contiguous(), v.contiguous(), start, length, group, scale)
+    return METHODS[method].apply(q.contiguous(), k.contiguous(), v.contiguous(), start, length, group, scale, implementation)

@@ -46,29 +46,25 @@ def stage_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
     return layers + tables + 2 * model.hidden_size * model.num_layers / parallel.pipeline
 
 
-def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig, fused: bool = True) -> dict[str, float]:
-    """Bytes per token of the context rank (t) that one layer keeps for its backward pass, by part.
-
-    fused: norm and activation run as one kernel each, as on a GPU; eager torch keeps what is between.
-    """
+def layer_activation_bytes(model: ModelConfig, parallel: ParallelConfig) -> dict[str, float]:
+    """Bytes per token of the context rank (t) that one layer keeps for its backward pass, by part."""
     b = 2 if model.dtype == "bf16" else 4
     tensor, scatter = parallel.tensor, parallel.tensor if parallel.sequence_parallel else 1
     q = model.num_attention_heads * model.head_dim / tensor
     kv = model.num_query_groups * model.head_dim / tensor
     mlp_width = model.ffn_hidden_size / tensor
+    shared = b == 4 and parallel.context > 1  # the ring's fp32 output is then the projection's input itself
     return {
-        # inputs of the two norms, and their outputs as inputs of the two projections; eager norms keep x / rms(x) too
-        "norms": b * model.hidden_size / scatter * (4 if fused else 6),
-        # q, k, v; out and lse in fp32; out again as input of the output projection; cosine and sine for q and for k
-        "attention": b * (q + 2 * kv) + 4 * q + 4 * model.num_attention_heads / tensor + b * q + 4 * b * model.head_dim,
-        # gate and up, input of the down projection; eagerly also silu(gate) and core's copy of up
-        "mlp": b * mlp_width * (3 if fused else 5),
+        # inputs of the two norms, and their outputs as inputs of the two projections
+        "norms": 4 * b * model.hidden_size / scatter,
+        # q, k, v; out and lse in fp32; out again as input of the output projection
+        "attention": b * (q + 2 * kv) + 4 * q + 4 * model.num_attention_heads / tensor + b * q * (not shared),
+        # gate and up, and the input of the down projection
+        "mlp": 3 * b * mlp_width,
     }
 
 
-def plan(
-    model: ModelConfig, parallel: ParallelConfig, world: int, pack_length: int, fused: bool = True
-) -> MemoryPlan:
+def plan(model: ModelConfig, parallel: ParallelConfig, world: int, pack_length: int) -> MemoryPlan:
     """The fullest rank of `world` when every micro-batch is a pack of `pack_length` tokens."""
     b = 2 if model.dtype == "bf16" else 4
     t = pack_length / parallel.context
@@ -77,7 +73,7 @@ def plan(
     parameters = stage_parameters(model, parallel)
     state = 12 if model.dtype == "bf16" else 8  # Adam's two moments, and fp32 copies of bf16 weights
 
-    parts = layer_activation_bytes(model, parallel, fused)
+    parts = layer_activation_bytes(model, parallel)
     whole = sum(parts.values())
     layer_input = b * model.hidden_size / scatter
     kept = {"none": whole, "selective": whole - parts["mlp"], "full": layer_input}[parallel.recompute]
@@ -88,7 +84,7 @@ def plan(
     virtual = parallel.virtual_pipeline
     in_flight = parallel.pipeline * (1 + (parallel.pipeline - 1) / (parallel.pipeline * virtual) if virtual > 1 else 1)
     working = whole if parallel.recompute == "full" else parts["mlp"] if parallel.recompute == "selective" else 0.0
-    rotary = 3 * 4 * model.head_dim  # angles, cosine and sine of one layer
+    rotary = 4 * model.head_dim  # cosine and sine, one table for all layers
     activations = t * (layers * kept * in_flight + working + rotary + layer_input)
 
     head = model.padded_vocab(parallel.tensor) / parallel.tensor * model.hidden_size * 4  # its gradient before it is added

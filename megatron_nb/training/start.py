@@ -16,7 +16,7 @@ from megatron_nb.training.checkpoint_state import load_weights
 
 log = logging.getLogger(__name__)
 
-MAY_DIFFER = {"rope_theta", "max_position_embeddings", "dtype", "backend"}  # a stage may set these anew
+MAY_DIFFER = {"rope_theta", "max_position_embeddings", "dtype", "backend", "kernels"}  # a stage may set these anew
 
 
 @dataclass(frozen=True)

@@ -41,17 +41,21 @@ def test_a_length_that_does_not_divide_is_refused_with_the_rule():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rotary_rows_restart_in_every_document_bit_equal_to_cores_own_table(size):
     """RoPE is relative: a missing restart changes no loss and no gradient, so the table itself is compared."""
-    from megatron_nb.model.attention import PackRotary, bounds, inverse_frequencies
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from nb_kernels.rotary import tables
+
+    from megatron_nb.model.attention import bounds, inverse_frequencies
     from megatron_nb.model.shape import ModelConfig
 
     model = ModelConfig(head_dim=16, num_attention_heads=4, num_query_groups=4, rope_theta=7e7)
-    rotary = PackRotary(16, 1.0, rotary_base=7e7, use_cpu_initialization=True)
-    assert torch.equal(rotary.inv_freq, inverse_frequencies(model)), "ours must round as core does"
-    whole, table = a_pack(), torch.zeros(64, 1, 1, 16)
+    core = RotaryEmbedding(16, 1.0, rotary_base=7e7, use_cpu_initialization=True)
+    assert torch.equal(core.inv_freq, inverse_frequencies(model)), "ours must round as core does"
+    whole, found = a_pack(), torch.zeros(2, 64, 8)
     for rank in range(size):
-        part = bounds(split(whole, size, rank))
-        table[part.index] = rotary(rotary.get_rotary_seq_len(None, None, None, None, part))
-    assert torch.equal(table, torch.cat([rotary.get_emb(n) for n in LENGTHS]))
+        part = split(whole, size, rank)
+        found[:, part.index] = torch.stack(tables(bounds(part).positions, inverse_frequencies(model), torch.float32))
+    angles = torch.cat([core.get_emb(n)[:, 0, 0, :8] for n in LENGTHS])
+    assert torch.equal(found, torch.stack([angles.cos(), angles.sin()]))
 
 
 def _attend(method, lengths, heads, groups):

@@ -67,7 +67,7 @@ def _kept_bytes_again(layers, parallel):
 )
 def test_a_layer_keeps_the_bytes_that_the_plan_says_within_5_percent(ranks, parallel, world):
     counted = max(ranks.run(world, _a_layer, parallel))
-    planned = sum(layer_activation_bytes(MODEL, parallel, fused=False).values()) * LENGTH / parallel.context
+    planned = sum(layer_activation_bytes(MODEL, parallel).values()) * LENGTH / parallel.context
     assert counted == pytest.approx(planned, rel=0.05)
 
 
