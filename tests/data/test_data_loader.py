@@ -88,6 +88,15 @@ def test_a_resumed_loader_gives_exactly_the_next_steps(datasets, settings, taken
     assert resumed.seen == loads.seen
 
 
+def test_a_resume_does_not_plan_all_packs_again(datasets, settings):
+    loads = loader(datasets, settings, global_batch_size=300)
+    next(loads)
+    resumed = loader(datasets, settings, global_batch_size=300, state=json.loads(json.dumps(loads.state())))
+    assert resumed.plan.snapshot(300) == loads.plan.snapshot(300)
+    assert resumed.plan.snapshot(300)[0] == 1  # the second block of packs, known before anything is planned
+    same(resumed.batch(1), loads.batch(1))
+
+
 def test_a_loader_that_was_killed_resumes_at_the_consumed_step_not_the_prefetched(datasets, settings):
     ahead = loader(datasets, DataConfig(**vars(settings) | {"loader_workers": 1}))
     next(ahead)
