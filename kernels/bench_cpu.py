@@ -72,7 +72,8 @@ def our_policy(h, w, t, old, ref, advantage, chunk=None):
     if chunk:
         linear_logprob_torch.TOKEN_CHUNK, linear_logprob_torch.VOCAB_CHUNK = chunk
     options = Objective(clip_high=0.2, kl="k3", kl_coefficient=0.04)
-    return grpo_loss(linear_logprob(h, w, t), advantage, torch.full_like(old, 1 / len(old)), old=old, ref=ref, options=options).loss
+    mean = torch.full_like(old, 1 / len(old))
+    return grpo_loss(linear_logprob(h, w, t), advantage, mean, old=old, ref=ref, options=options).loss
 
 
 def naive_tuning(h, w, t, *_):
@@ -205,9 +206,8 @@ def markdown(results):
         lines += ["| way | peak above inputs and gradients, MiB | time, s | loss |", "| --- | --- | --- | --- |"]
         for name in ways:
             r = results[section][name]
-            lines.append(
-                f"| {name} | {r['error']} | | |" if "error" in r else f"| {name} | {r['peak_mib']:.0f} | {r['seconds']:.2f} | {r['loss']:.6f} |"
-            )
+            cells = f"{r['error']} | |" if "error" in r else f"{r['peak_mib']:.0f} | {r['seconds']:.2f} | {r['loss']:.6f}"
+            lines.append(f"| {name} | {cells} |")
     lines += ["\nTriton path's own allocations, bf16, V 166144, H 2560, entropy on, above inputs and gradients", ""]
     lines += ["| T | forward, MiB | backward, MiB |", "| --- | --- | --- |"]
     lines += [f"| {r['T']} | {r['forward_mib']:.0f} | {r['backward_mib']:.0f} |" for r in results["triton wrapper"]]

@@ -101,6 +101,20 @@ def linear_logprob(
     return (logprob, ent) if entropy else logprob
 
 
+@torch.no_grad()
+def top_k_logprob(hidden, weight, k, *, temperature=1.0, vocab_size=None, group=None):
+    """hidden [T, H], weight [V, H] -> (ids [T, k] int64, log-probabilities [T, k]), best first.
+
+    The teacher's side of distillation, not differentiable. The other arguments are linear_logprob's. Chunked torch path on every device.
+    Raises ValueError as linear_logprob does, and for k outside [1, vocabulary].
+    """
+    _check_layout(hidden, weight, torch.empty(len(hidden), dtype=torch.int64, device=hidden.device), temperature, None)
+    shard, total = _shard(weight, float(temperature), vocab_size, group, True)
+    if not 1 <= k <= total:
+        raise ValueError(f"k={k} must be in [1, {total}], the vocabulary")
+    return linear_logprob_torch.top_k(hidden, weight, k, shard)
+
+
 def _check_layout(hidden, weight, targets, temperature, coefficient):
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [T, H] and [V, H] with one H")

@@ -194,3 +194,37 @@ def one_pass(hidden, weight, targets, kept, coefficient, entropy, shard, want_hi
         if want_weight:
             dweight[:V].addmm_(z.T, h * factor)
     return logprob, ent, dhidden, dweight.to(weight.dtype) if want_weight else None
+
+
+def top_k(hidden, weight, k, shard):
+    """-> (ids [T, k], log-probabilities [T, k]) of the k likeliest tokens, best first; no gradients."""
+    T, dtype = len(hidden), accumulator(hidden.dtype)
+    n, c = max(1, min(TOKEN_CHUNK, T)), min(VOCAB_CHUNK, max(shard.valid, 1))
+    ids, logprob = hidden.new_zeros(T, k, dtype=torch.int64), hidden.new_zeros(T, k, dtype=dtype)
+    for rows in rows_of(None, T, n):
+        h = _scaled(hidden, rows, shard.temperature, dtype)
+        stats = h.new_zeros(4, len(h))
+        m, l, *_ = stats
+        m.fill_(-math.inf)
+        best, at = h.new_full((len(h), k), -math.inf), ids.new_zeros(len(h), k)
+        for v, w in _vocabulary(weight, shard, c, dtype):
+            z = h @ w.T
+            new = torch.maximum(m, z.amax(1))
+            l.mul_((m - new).exp_()).add_((z - new[:, None]).exp_().sum(1))
+            m.copy_(new)
+            local, column = z.topk(min(k, len(w)), 1)
+            best, at = _best(torch.cat([best, local], 1), torch.cat([at, column + (v + shard.first)], 1), k)
+        if shard.group is not None:
+            world = dist.get_world_size(shard.group)
+            gathered = [torch.empty_like(best) for _ in range(world)], [torch.empty_like(at) for _ in range(world)]
+            dist.all_gather(gathered[0], best, group=shard.group)
+            dist.all_gather(gathered[1], at, group=shard.group)
+            best, at = _best(torch.cat(gathered[0], 1), torch.cat(gathered[1], 1), k)
+        m, l, *_ = merge(stats, shard.group)
+        ids[rows], logprob[rows] = at, (best - m[:, None]) - l.log()[:, None]
+    return ids, logprob
+
+
+def _best(values, ids, k):
+    values, at = values.topk(k, 1)
+    return values, ids.gather(1, at)

@@ -27,10 +27,7 @@ def run(tests, change=None):
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         if change is not None:
             file, before, after = change
-            text = (copy / file).read_text()
-            if text.count(before) != 1:
-                raise SystemExit(f"{file} holds {text.count(before)} times, not once: {before!r}; update the list of mutations")
-            (copy / file).write_text(text.replace(before, after))
+            (copy / file).write_text((copy / file).read_text().replace(before, after))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         try:
@@ -44,10 +41,14 @@ def main(wanted):
     names = [name for name in found if not wanted or name.removeprefix("mutations_") in wanted]
     if not names:
         raise SystemExit(f"no list of mutations for {wanted}; there are {found}")
+    modules = {name: importlib.import_module(f"tests.kernels.{name}") for name in names}
+    stale = [m[0] for module in modules.values() for m in module.MUTATIONS if (PACKAGE / m[1]).read_text().count(m[2]) != 1]
+    if stale:
+        raise SystemExit(f"no longer exactly once in the source, update the lists of mutations: {stale}")
     survivors = []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for name in names:
-            module, start = importlib.import_module(f"tests.kernels.{name}"), time.time()
+            module, start = modules[name], time.time()
             if run(module.TESTS) != 0:
                 raise SystemExit(f"{name}: its tests fail without any mutation")
             jobs = [pool.submit(run, m[4] if len(m) > 4 else module.TESTS, m[1:4]) for m in module.MUTATIONS]

@@ -29,7 +29,7 @@ MUTATIONS = [
     ("the running sum is not rescaled", TORCH, "l.mul_(decay).add_(p.sum(1))", "l.add_(p.sum(1))"),
     ("one pass forgets the target", TORCH, "z[at, column] -= total[at]", "z[at, column] -= 0"),
     ("one pass forgets the sum", TORCH, "factor = -(coefficient[rows] / total)[:, None]", "factor = -coefficient[rows][:, None]"),
-    ("one pass forgets the temperature", TORCH, "dh.mul_(factor / shard.temperature), shard", "dh.mul_(factor), shard"),
+    ("one pass forgets the temperature", TORCH, "w)\n            dhidden[rows] = reduced(dh.mul_(factor / shard.temperature)", "w)\n            dhidden[rows] = reduced(dh.mul_(factor)"),
     ("padding counts", FRONT, "valid = min(max(total - rank * rows, 0), rows)", "valid = rows"),
     ("broken promises pass", FRONT, "if not error <= 1e-5 * largest:", "if not error <= 1e-2 * largest:"),
     ("targets are not checked", FRONT, "    if wrong_count:", "    if False:"),

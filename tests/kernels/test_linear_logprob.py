@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nb_kernels import linear_logprob_torch, linear_logprob_triton
-from nb_kernels.linear_logprob import Shard, cases, linear_logprob, reference
+from nb_kernels.linear_logprob import Shard, cases, linear_logprob, reference, top_k_logprob
 
 from tests.kernels.allocations import LiveBytes, canaries, guarded
 from tests.kernels.interpreter_bf16 import bf16_interpreter
@@ -320,6 +320,17 @@ def test_offsets_beyond_32_bits():
         hidden, weight, targets, found, 5, 0, V, H=H, BT=16, BH=128, ACC=linear_logprob_triton.tl.float32
     )
     torch.testing.assert_close(found, (hidden.float() * weight[targets].float()).sum(1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 5, 290])
+def test_top_k_equals_sorting_whole_log_probabilities(monkeypatch, k):
+    small_chunks(monkeypatch)
+    hidden, weight, _ = small()
+    ids, logprob = top_k_logprob(hidden, weight, k, temperature=0.7, vocab_size=290)
+    expected = torch.log_softmax(hidden @ weight[:290].T / 0.7, -1).sort(-1, descending=True)
+    assert torch.equal(ids, expected.indices[:, :k]) and error(logprob, expected.values[:, :k]) < 1e-12
+    with pytest.raises(ValueError, match="k=291 must be in"):
+        top_k_logprob(hidden, weight, 291, vocab_size=290)
 
 
 BAD = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from nb_kernels.linear_logprob import linear_logprob, reference
+from nb_kernels.linear_logprob import linear_logprob, reference, top_k_logprob
 
 T, V, H = 29, 480, 16
 
@@ -59,3 +59,17 @@ def test_hidden_gradients_left_to_another_operator_sum_to_the_whole(ranks, promi
     (2 * g * logprob + (0 if promise else 1) * e * entropy).sum().backward()
     parts = [result[2] for result in ranks.run(2, on_a_rank, V, "torch", promise, False)]
     assert error(sum(parts), hidden.grad) < 1e-12 and not torch.equal(*parts)
+
+
+def top_5_on_a_rank(vocab_size):
+    hidden, weight, *_ = inputs(vocab_size)
+    shard = weight.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return top_k_logprob(hidden.detach(), shard, 5, vocab_size=vocab_size, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("vocab_size", [480, 200])
+def test_top_k_over_ranks_equals_one_process(ranks, vocab_size):
+    hidden, weight, *_ = inputs(vocab_size)
+    expected = top_k_logprob(hidden.detach(), weight.detach(), 5, vocab_size=vocab_size)
+    for ids, logprob in ranks.run(4, top_5_on_a_rank, vocab_size):
+        assert torch.equal(ids, expected[0]) and error(logprob, expected[1]) < 1e-12
