@@ -105,7 +105,8 @@ def linear_logprob(
 def top_k_logprob(hidden, weight, k, *, temperature=1.0, vocab_size=None, group=None):
     """hidden [T, H], weight [V, H] -> (ids [T, k] int64, log-probabilities [T, k]), best first.
 
-    The teacher's side of distillation, not differentiable. The other arguments are linear_logprob's. Chunked torch path on every device.
+    The teacher's side of distillation, not differentiable, by the chunked torch path on every device. The other arguments are
+    linear_logprob's.
     Raises ValueError as linear_logprob does, and for k outside [1, vocabulary].
     """
     _check_layout(hidden, weight, torch.empty(len(hidden), dtype=torch.int64, device=hidden.device), temperature, None)
