@@ -134,7 +134,7 @@ def _buckets(bounds):
     shapes, source, place, at = [], [], torch.empty(bounds[-1], dtype=torch.long), 0
     while spans:
         longest = spans[0][0]
-        batch = [s for s in spans if s[0] >= longest * 0.8 or longest - s[0] <= 16]
+        batch = [s for s in spans if s[0] >= longest * 0.8 or longest - s[0] <= 8]
         spans = spans[len(batch):]
         for length, a in batch:
             source.append(torch.arange(a, a + longest).clamp_(max=a + length - 1))

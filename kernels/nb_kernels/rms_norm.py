@@ -131,13 +131,13 @@ class _Torch(torch.autograd.Function):
     def backward(ctx, dy, dh):
         h, weight, r = ctx.saved_tensors
         unit, dy = h.to(r.dtype) * r, dy.to(r.dtype)
-        dw = torch.einsum("th,th->h", dy, unit)
-        g = dy * weight
-        dx = g.addcmul_(unit, torch.linalg.vecdot(g, unit)[:, None].div_(-h.shape[-1])).mul_(r)
+        weight = weight.to(r.dtype)
+        products = dy * unit
+        dx = (dy * weight).addcmul_(unit, (products @ weight)[:, None].div_(-h.shape[-1])).mul_(r)
         if ctx.fused and dh is not None:
             dx += dh
         dx = dx.to(h.dtype)
-        return dx, dx if ctx.fused else None, dw.to(weight.dtype), None
+        return dx, dx if ctx.fused else None, products.sum(0).to(h.dtype), None
 
 
 def rms_norm(x, weight, *, eps=1e-5, residual=None, implementation="auto"):
