@@ -26,6 +26,7 @@ from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.launch import LaunchConfig, open_run
 from megatron_nb.losses import NextToken
 from megatron_nb.model.gpt import build, check_layout
+from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
@@ -224,7 +225,7 @@ def main(config: SftConfig) -> None:
         )
         if config.rehearse:
             rehearse(trainer, config)
-        hf_files = origin.hf_folder or tokenizer_files(tokenizer, run.folder, place.rank)
+        hf_files = companions(origin.hf_folder, tokenizer, run.folder / "hf", config, place.rank)
         checkpoints = Checkpoints(run.folder, config.checkpoint, to_yaml(config), hf_files)
         resumed = checkpoints.resume(trainer)
         loader = Loader(
@@ -256,13 +257,16 @@ def main(config: SftConfig) -> None:
         run.write_summary(config.seed, **measured, **dict(seen_shares(loader)))
 
 
-def tokenizer_files(tokenizer, folder: Path, rank: int) -> Path:
-    """The tokenizer written beside the run, for checkpoints of a model that has no Hugging Face folder of its own."""
-    target = folder / "tokenizer"
+def companions(origin: Path | None, tokenizer, folder: Path, config: SftConfig, rank: int) -> Path:
+    """The folder of what travels with the weights: the origin's, unless the tokenizer or its template is another one here."""
+    if origin is not None and not config.data.tokenizer and not config.data.chat_template:
+        return origin
     if rank == 0:
-        tokenizer.save_pretrained(target)
+        if origin is not None:
+            copy_companions(origin, folder)
+        tokenizer.save_pretrained(folder)
     torch.distributed.barrier()
-    return target
+    return folder
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.training.checkpoint_folder import (
     DamagedCheckpoint,
-    carry_hf_files,
     checksum,
     complete_steps,
     discard_unfinished,
@@ -216,7 +216,8 @@ class Checkpoints:
 
     def _complete(self, folder: Path, final: Path, checksums: dict[str, int]) -> None:
         (folder / "config.yaml").write_text(self.config_yaml)
-        carry_hf_files(self.hf_files, folder)
+        if self.hf_files:
+            copy_companions(self.hf_files, folder / "hf")
         seal(folder, final, checksums)
 
     def _fail(self, step: int, folder: Path, error: BaseException) -> None:

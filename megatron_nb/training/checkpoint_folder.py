@@ -19,7 +19,6 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 COMPLETE, FILES = "COMPLETE", "files.json"
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -65,14 +64,6 @@ def resolve(path: str | Path) -> Path | None:
             raise ValueError(f"{path} holds no complete checkpoint: let the run reach its first save, or give another one")
         return newest
     return None
-
-
-def carry_hf_files(source: Path | None, folder: Path) -> None:
-    """Copy tokenizer, templates and configurations of the origin into folder/hf, never its weights."""
-    (folder / "hf").mkdir(parents=True)
-    for file in sorted(source.iterdir()) if source else ():
-        if file.is_file() and not file.name.endswith(WEIGHTS):
-            shutil.copyfile(file, folder / "hf" / file.name)
 
 
 def _sync(path: Path) -> None:

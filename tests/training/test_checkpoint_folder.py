@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.training.checkpoint_folder import (
     DamagedCheckpoint,
-    carry_hf_files,
     check_files,
     complete_steps,
     discard_unfinished,
@@ -131,7 +131,7 @@ def test_the_origin_s_files_are_carried_without_its_weights(tmp_path):
     origin.mkdir()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "model.safetensors.index.json"):
         (origin / name).write_text("x")
-    carry_hf_files(origin, tmp_path / "step")
+    copy_companions(origin, tmp_path / "step" / "hf")
     carried = sorted(file.name for file in (tmp_path / "step" / "hf").iterdir())
     assert carried == ["chat_template.jinja", "config.json", "tokenizer.json"]
 
