@@ -203,7 +203,8 @@ class _LinearLogprob(torch.autograd.Function):
             _promised_scalar(g, promise, kept)
         if ctx.shard.group is None:  # rows without gradient cost nothing; with a group the ranks' chunks must agree
             active = g != 0 if e is None else (g != 0) | (e != 0)
-            kept = active.nonzero()[:, 0] if kept is None else kept[active[kept]]
+            if not bool(active.all()):
+                kept = active.nonzero()[:, 0] if kept is None else kept[active[kept]]
         grads = ctx.backend.backward(
             hidden, weight, targets, kept, m, l, ent, g, e, ctx.shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         )
