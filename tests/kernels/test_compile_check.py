@@ -1,0 +1,93 @@
+"""compile_check: the short form passes here, and every limit it sets can be broken."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+SPEC = importlib.util.spec_from_file_location("compile_check", KERNELS / "compile_check.py")
+compile_check = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(compile_check)
+
+GOOD = {"registers": 200, "spills": 0, "local": 0, "shared": 1000, "wgmma": 4, "mma": 0, "tma": 2, "serialised": 0}
+
+
+def case(name="x", matrix=True):
+    return compile_check.Case(name, None, {}, {}, {}, matrix)
+
+
+def test_one_configuration_of_each_kernel_compiles_for_sm_90():
+    command = [sys.executable, KERNELS / "compile_check.py", "--short"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernels = "attention forward", "attention keys", "attention queries", "row_statistics", "rms_norm", "swiglu", "rotary"
+    for kernel in kernels:
+        assert f" {kernel}" in done.stdout
+
+
+def test_every_module_with_a_kernel_takes_part():
+    for path in sorted((KERNELS / "nb_kernels").glob("*.py")):
+        text = path.read_text()
+        assert ("\n@triton.jit" in text) == ("\ndef compile_cases" in text), path.name
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"spills": 8}, "8 bytes of spills"),
+        ({"local": 2}, "2 local-memory"),
+        ({"shared": 227 * 1024 + 1}, "shared memory"),
+        ({"wgmma": 0}, "0 wgmma"),
+        ({"mma": 3}, "3 mma.sync"),
+        ({"tma": 0}, "no TMA"),
+        ({"error": "CompilationError: x"}, "CompilationError"),
+    ],
+)
+def test_each_limit_is_held(change, words):
+    assert not compile_check.faults(case(), GOOD)
+    (fault,) = compile_check.faults(case(), GOOD | change)
+    assert words in fault
+
+
+def test_unaligned_variants_and_those_that_may_spill_are_only_reported():
+    poor = GOOD | {"spills": 8, "local": 2, "tma": 0, "wgmma": 0}
+    assert not compile_check.faults(case(), poor, aligned=False)
+    assert not compile_check.faults(case("x (may spill)", matrix=False), poor)
+    assert compile_check.faults(case(), GOOD | {"shared": 1 << 20}, aligned=False)
+
+
+def test_a_case_that_does_not_compile_is_its_own_result_and_others_go_on(monkeypatch):
+    todo = [["no such case", True], ["rotary D128, 128 turned", True]]
+    results = compile_check.run("installed", todo, 1)
+    assert "KeyError" in results["no such case", True]["error"]
+    assert results["rotary D128, 128 turned", True]["spills"] == 0
+
+
+def test_a_worker_that_dies_costs_one_case(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys\n"
+        "for name, aligned in json.load(sys.stdin):\n"
+        "    if name == 'b': os._exit(9)\n"
+        "    print(json.dumps([name, aligned, {'spills': 0}]), flush=True)\n"
+    )
+    monkeypatch.setattr(compile_check, "__file__", str(worker))
+    results = compile_check.run("installed", [["a", True], ["b", True], ["c", True]], 1)
+    assert results["a", True] == results["c", True] == {"spills": 0} and "exited with 9" in results["b", True]["error"]
+
+
+def test_the_table_goes_between_its_marks(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_check, "HERE", tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text(f"head\n{compile_check.BEGIN}\nold\n{compile_check.END}\ntail\n")
+    compile_check.write_readme(compile_check.table({"x": case()}, {"3.6.0": {("x", True): GOOD}}))
+    text = page.read_text()
+    assert text.startswith("head\n") and text.endswith("tail\n") and "old" not in text
+    assert "| x | -, - | 200 reg, no spills, 1 KiB, 4 wgmma, 2 tma |" in text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="must hold the lines"):
+        compile_check.write_readme("")
