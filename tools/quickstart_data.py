@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def agent(data: Path, limit: int) -> Iterator[dict[str, Any]]:
         from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as DOCS
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call as execute
 
+    services = f"quickstart_{uuid.uuid4().hex}"  # the package keeps services by this name for the life of the process
     answers = {row["id"]: row["ground_truth"] for row in _rows(data / "possible_answer" / "BFCL_v4_multi_turn_base.json")}
     for row in _rows(data / "BFCL_v4_multi_turn_base.json"):
         docs = [doc for name in row["involved_classes"] for doc in _rows(data / "multi_turn_func_doc" / DOCS[name])]
@@ -102,7 +104,7 @@ def agent(data: Path, limit: int) -> Iterator[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         for question, calls in zip(row["question"], answers[row["id"]], strict=True):
             messages += question
-            results, _ = execute(calls, row["initial_config"], row["involved_classes"], "quickstart", row["id"])
+            results, _ = execute(calls, row["initial_config"], row["involved_classes"], services, row["id"])
             for call, result in zip(calls, results, strict=True):
                 messages.append({"role": "assistant", "content": "", "tool_calls": [_call(*parse_call(call, parameters))]})
                 messages.append({"role": "tool", "content": result})

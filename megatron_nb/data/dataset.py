@@ -40,7 +40,10 @@ def open_datasets(
                 same[0],
             )
     held_out = {name: Dataset({name: cache}, seq_len, config.overlong, endless=False) for name, cache in validation.items()}
-    return Dataset(training, seq_len, config.overlong, weights, seed, config.shuffle), held_out
+    drawn = Dataset(training, seq_len, config.overlong, weights, seed, config.shuffle)
+    for dataset in (drawn, *held_out.values()):
+        dataset.require_trained()
+    return drawn, held_out
 
 
 def check_vocabulary(cache: TokenCache, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
@@ -110,6 +113,17 @@ class Dataset:
             counts |= {"dropped_samples": len(over), "dropped_tokens": tokens}
             log.warning("%s: left out, %d tokens lost", found, tokens)
         return counts
+
+    def require_trained(self) -> None:
+        """Raises ValueError for a source that would be drawn and has no token to learn from or be judged by."""
+        for cache, kept, trained in zip(self._list, self._kept, self._trained):
+            share = 1.0 if self.mixture.weights is None else self.mixture.weights[cache.source]
+            if share and not trained[kept].any():
+                raise ValueError(
+                    f"data source {cache.source}: none of its {len(kept)} samples has a trained token within seq_len="
+                    f'{self.seq_len}, first {cache.name(int(kept[0]))}: its loss would be 0 of nothing; mend "loss": 0 in its '
+                    "rows, raise seq_len, or leave the source out"
+                )
 
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source numbers, rows of the caches) of these draws, which lie near one another."""

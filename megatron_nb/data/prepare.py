@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import multiprocessing
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 CODE = (formats, schemas, rows, turns, render, chatml, cache)  # what decides the content of a cache
 SHOWN = 5  # bad rows named in one message
+POOLED = 2**24  # bytes from which processes save more time than they take to start; below, the tokenizer's threads do
 TRIED = 16  # rows of a source that are rendered before any are tokenised
 Chunk = list[tuple[str, Any]]  # (where, undecoded row)
 
@@ -50,12 +50,16 @@ class Source:
     skip: bool
 
     @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
     def complete(self) -> bool:
         return (self.folder / "index.json").is_file()
 
     def chunks(self) -> Iterator[Chunk]:
         """The rows in groups of one shard. The size follows from the files alone, so a later run cuts at the same rows."""
-        limit = min(max(sum(file.stat().st_size for file in self.files) // 64, 2**18), 2**24)
+        limit = min(max(self.size // 64, 2**18), 2**24)
         chunk: Chunk = []
         size = 0
         for file in self.files:
@@ -114,7 +118,7 @@ def _source(name: str, source: SourceConfig, config: DataConfig, tokenizer: PreT
 
 
 class Workers:
-    """The processes that check and tokenise; with workers=0 or 1, or for one chunk alone, this process itself."""
+    """The processes that check and tokenise; for little data, and with workers=0 or 1, this process itself."""
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase):
         self.count = len(os.sched_getaffinity(0)) if config.workers is None else config.workers
@@ -172,9 +176,7 @@ class Workers:
 
     def _map(self, work: Any, tasks: Iterator[Any], source: Source) -> Iterator[Any]:
         """work(task, source, renderer) of every task, in order, with a bounded number of tasks in memory."""
-        head = list(itertools.islice(tasks, 2))
-        tasks = itertools.chain(head, tasks)
-        if self.count < 2 or len(head) < 2:
+        if self.count < 2 or source.size < POOLED:
             renderer = render.Renderer(*self.setting)
             for task in tasks:
                 yield work(task, source, renderer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_nb.data.formats import FORMATS
+from megatron_nb.data.mixture import check_weights
 from megatron_nb.data.render import HISTORY
 
 
@@ -50,6 +51,7 @@ class DataConfig:
                 raise ValueError(f"data.{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if not self.sources:
             raise ValueError("data.sources is empty: training needs at least one source; set data.sources.NAME.path")
+        check_weights({name: source.weight for name, source in self.sources.items()}, list(self.sources))
         for name, source in [*self.sources.items(), *self.validation.items()]:
             if source.format not in FORMATS:
                 raise ValueError(f"data source {name}: format={source.format!r} must be one of {', '.join(FORMATS)}")

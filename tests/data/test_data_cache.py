@@ -14,7 +14,7 @@ import pytest
 
 from megatron_nb.data import prepare as preparing
 from megatron_nb.data.chatml import TEMPLATE
-from megatron_nb.data.dataset import check_vocabulary
+from megatron_nb.data.dataset import check_vocabulary, open_datasets
 from megatron_nb.data.formats import read
 from megatron_nb.data.render import Renderer
 from megatron_nb.data.sources import DataConfig, SourceConfig
@@ -140,6 +140,24 @@ def test_samples_without_a_trained_token_are_named(tmp_path, caplog):
     assert "1 samples have no trained token" in caplog.text and "silent" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["sources", "validation"])
+def test_a_source_without_any_trained_token_is_refused(tmp_path, place):
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "loss": 0}], "id": "silent"}
+    silent = SourceConfig(str(write_rows(tmp_path / "silent.jsonl", [row] * 3)))
+    settings = config(tmp_path)
+    settings.sources["good"] = SourceConfig(str(write_rows(tmp_path / "rows.jsonl", ROWS[:3])))
+    getattr(settings, place)["mute"] = silent
+    with pytest.raises(ValueError, match="source mute: none of its 3 samples has a trained token.*silent"):
+        open_datasets(settings, tiny(), 128, 1)
+
+
+def test_wrong_weights_are_refused_before_anything_is_read(tmp_path):
+    settings = config(tmp_path)
+    settings.sources |= {"a": SourceConfig("nowhere", 1.0), "b": SourceConfig("nowhere", -1.0)}
+    with pytest.raises(ValueError, match="weight of source 'b' is -1"):
+        open_datasets(settings, tiny(), 128, 1)
+
+
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     tokenizer = tiny()
     tokenizer.add_tokens(["zebra"])
@@ -150,7 +168,8 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     check_vocabulary(cache, tokenizer, 401)
 
 
-def test_several_processes_give_the_same_cache_as_one(tmp_path, small_shards):
+def test_several_processes_give_the_same_cache_as_one(tmp_path, small_shards, monkeypatch):
+    monkeypatch.setattr(preparing, "POOLED", 0)
     file = write_rows(tmp_path / "rows.jsonl", ROWS)
     alone = opened(file, config(tmp_path / "alone"))
     assert opened(file, config(tmp_path / "together", workers=2)).digest == alone.digest
@@ -220,6 +239,7 @@ def test_of_two_ranks_one_builds_and_the_other_waits(tmp_path):
 
 
 def test_a_worker_that_dies_is_an_error_with_a_remedy(tmp_path, small_shards, monkeypatch):
+    monkeypatch.setattr(preparing, "POOLED", 0)
     monkeypatch.setattr(preparing, "_build", _die)
     with pytest.raises(RuntimeError, match="a tokenising process died.*run again, with fewer data.workers"):
         opened(write_rows(tmp_path / "rows.jsonl", ROWS), config(tmp_path, workers=2))
@@ -252,19 +272,20 @@ def test_the_index_says_what_it_was_built_from(tmp_path):
 
 
 def test_a_script_without_a_main_guard_is_not_started_again_by_its_workers(tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", [chat("word " * 400, "answer")] * 400)  # two shards and more
+    file = write_rows(tmp_path / "rows.jsonl", [chat("word", "answer")] * 9)
     tiny().save_pretrained(tmp_path / "tokenizer")
     script = tmp_path / "script.py"
     script.write_text(
         f"""
 open({str(tmp_path / "started")!r}, "a").write("x")
+from megatron_nb.data import prepare
 from megatron_nb.data.dataset import open_datasets
 from megatron_nb.data.loader import Loader
 from megatron_nb.data.sources import DataConfig, SourceConfig
 from megatron_nb.data.tokenizer import load_tokenizer
+prepare.POOLED = 0
 config = DataConfig({{"s": SourceConfig({str(file)!r})}}, cache_dir={str(tmp_path / "cache")!r}, workers=2)
-data, _ = open_datasets(config, load_tokenizer({str(tmp_path / "tokenizer")!r}), 2048, 1)
-assert data.caches["s"].index["shards"] > 1
+data, _ = open_datasets(config, load_tokenizer({str(tmp_path / "tokenizer")!r}), 256, 1)
 assert next(Loader(data, config, global_batch_size=1))[0].count
 """
     )

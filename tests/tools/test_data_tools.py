@@ -14,7 +14,7 @@ from megatron_nb.data.rows import BadRow
 from megatron_nb.data.split import held_out
 from tests.data.data_tokenizers import chat, tiny, write_rows
 from tools import prepare_data
-from tools.quickstart_data import accepted, parse_call
+from tools.quickstart_data import accepted, build, parse_call
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,13 @@ def test_quickstart_data_are_the_same_every_time(quickstart):
     files = sorted(path.name for path in (quickstart / "one").iterdir())
     assert files == ["agent.heldout.jsonl", "agent.train.jsonl", "tools.heldout.jsonl", "tools.train.jsonl"]
     assert all((quickstart / "one" / name).read_bytes() == (quickstart / "two" / name).read_bytes() for name in files)
+
+
+def test_quickstart_data_may_be_built_twice_in_one_process(quickstart, tmp_path):
+    for _ in range(2):  # the simulated services keep their state
+        build(tmp_path)
+        for file in tmp_path.iterdir():
+            assert file.read_bytes() == (quickstart / "one" / file.name).read_bytes()
 
 
 def test_quickstart_split_goes_by_id_and_leaves_nothing_out(quickstart):
