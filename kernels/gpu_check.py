@@ -2,7 +2,7 @@
 
 Needs torch and Triton only. In this order, while time is left:
   1. checks, each in a process of its own, 16 at a time, so that all variants compile side by side and a fault stops one check:
-     outputs and gradients in bf16, fp16 and fp32 against float64, held to 1.5 times eager torch's error in the same dtype;
+     outputs and gradients in bf16, fp16, fp32 against float64, held to 1.5 (fp32: 2) times eager torch's error in that dtype;
      blocks merged as context-parallel ranks do; 262144 tokens on sampled rows; 20 repeats that must agree in every bit;
   2. bench.py --short, alone on the GPU, from the compiled kernels' cache;
   3. a short table, last. Exit code 1 if a check fails, dies or finds no time.
@@ -259,8 +259,8 @@ def one(name, dtype, rehearse):
     torch.backends.cuda.matmul.allow_tf32 = False
     kind = getattr(torch, dtype)
     rows = [row for row in CHECKS[name][0]("cpu" if rehearse else "cuda", kind, rehearse)]
-    allowed = 2.0 if kind == torch.float32 else 1.5
-    verdicts = [(what, e, eager, bool(e <= allowed * eager + (1e-7 if eager else 0.0))) for what, e, eager in rows]
+    allowed, floor = (2.0, 5e-7) if kind == torch.float32 else (1.5, 0.0)  # one number may be exact in torch by luck
+    verdicts = [(what, e, eager, bool(e <= allowed * max(eager, floor if eager else 0.0))) for what, e, eager in rows]
     print("\n" + json.dumps(verdicts))
 
 
