@@ -90,7 +90,7 @@ def linear_logprob(
     _check_layout(hidden, weight, targets, temperature, coefficient)
     shard, total = _shard(weight, float(temperature), vocab_size, group, reduce_hidden_grad)
     kept = _kept_rows(targets, total, ignore_index)
-    backend = _backend(implementation, hidden)
+    backend = _backend(implementation, hidden, weight)
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if coefficient is None or not learns:
         logprob, ent = _LinearLogprob.apply(hidden, weight, targets, kept, None, entropy, shard, backend)
@@ -161,22 +161,25 @@ def _kept_rows(targets, total, ignore_index):
     return (~ignored).nonzero()[:, 0] if ignored_count else None
 
 
-def _backend(implementation, hidden):
+def _backend(implementation, hidden, weight):
     """The module that does the work."""
     if implementation not in ("auto", "torch", "triton"):
         raise ValueError(f"implementation={implementation!r} must be 'auto', 'torch' or 'triton'")
-    row_bytes = hidden.shape[1] * hidden.element_size()
-    interpreted = linear_logprob_triton.INTERPRETED
     if implementation == "auto":
-        fits = hidden.is_cuda and hidden.dtype != torch.float64 and row_bytes % 16 == 0
-        return BACKENDS["triton" if fits else "torch"]
+        implementation = "triton" if hidden.is_cuda and hidden.dtype != torch.float64 else "torch"
     if implementation == "triton":
+        interpreted = linear_logprob_triton.INTERPRETED
         if not (hidden.is_cuda or interpreted):
             raise ValueError(f"implementation='triton' on {hidden.device} needs CUDA, or TRITON_INTERPRET=1 at import")
-        if hidden.is_cuda and hidden.dtype == torch.float64 and not interpreted:
-            raise ValueError("implementation='triton' in float64: no tiles for it on a GPU; use 'auto' or 'torch'")
+        if hidden.dtype == torch.float64 and not interpreted:
+            raise ValueError("implementation='triton' in float64: no tiles for it on a GPU; use 'torch'")
+        row_bytes = hidden.shape[1] * hidden.element_size()
         if row_bytes % 16:
-            raise ValueError(f"a row of H={hidden.shape[1]} {hidden.dtype} has {row_bytes} bytes, not a multiple of 16: pad it")
+            found = f"a row of H={hidden.shape[1]} {hidden.dtype} has {row_bytes} bytes"
+            raise ValueError(f"{found}, not a multiple of 16: pad H, or use implementation='torch'")
+        for name, tensor in (("hidden", hidden), ("weight", weight)):
+            if tensor.data_ptr() % 16:
+                raise ValueError(f"{name} starts at {tensor.data_ptr()}, not a multiple of 16 bytes: pass {name}.clone()")
     return BACKENDS[implementation]
 
 

@@ -231,8 +231,10 @@ def _accumulate(out, a, b):
     """out += a @ b in out's dtype; 16-bit factors are multiplied as they are and summed in float32."""
     if a.dtype == out.dtype:
         out.addmm_(a, b)
-    elif out.is_cuda:
+    elif out.is_cuda and torch.__version__ >= "2.14":
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif out.is_cuda:  # older ones want the sum in the factors' dtype
+        out += torch.mm(a, b, out_dtype=out.dtype)
     else:  # the interpreter's 16-bit tests
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
 

@@ -352,6 +352,10 @@ BAD = {
         lambda h, w, t: (h[:, :23].contiguous(), w[:, :23].contiguous(), t, dict(implementation="triton")),
         "not a multiple of 16|TRITON_INTERPRET",
     ),
+    "misaligned start": (
+        lambda h, w, t: (torch.empty(h.numel() + 1).double()[1:].view_as(h), w, t, dict(implementation="triton")),
+        "hidden starts at .* not a multiple of 16|TRITON_INTERPRET",
+    ),
 }
 
 
