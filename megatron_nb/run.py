@@ -12,7 +12,7 @@ elsewhere counts as gone when the lock has not been refreshed for STALE_S by the
 """
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -163,11 +163,11 @@ class Lock:
     def __init__(self, path: Path):
         self.path, self.token = path, uuid.uuid4().hex
         job = os.environ.get("SLURM_JOB_ID")
-        me = {**_process(os.getpid()), "host": socket.gethostname(), "job": job, "token": self.token}
-        while not self._link(json.dumps(me)):
+        me = json.dumps({**_process(os.getpid()), "host": socket.gethostname(), "job": job, "token": self.token})
+        while not self._link(me):
             holder = self._holder()
-            if holder and self._gone(holder):
-                self._take_over(holder)
+            if holder and self._gone(holder) and self._take_over(holder, me):
+                break
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
@@ -222,20 +222,24 @@ class Lock:
             f"other's checkpoints. Choose another name=, or stop that one first ({stop})"
         )
 
-    def _take_over(self, holder: dict[str, Any]) -> None:
-        """Remove the lock of a dead holder, and of nobody else, whoever else tries the same at this moment."""
-        aside = self.path.with_name(f".lock.stale.{self.token}")
+    def _take_over(self, holder: dict[str, Any], content: str) -> bool:
+        """Put our lock in the place of a dead holder's, and of nobody else's; False when another job was faster.
+
+        Contenders queue on the dead lock's own file, and the path never stands empty, so nobody can slip in between.
+        """
+        aside = self.path.with_name(f".lock.{self.token}")
         try:
-            os.rename(self.path, aside)
+            with open(self.path) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                dead = os.fstat(file.fileno()).st_ino == self.path.stat().st_ino and _read_lock(self.path)
+                if not dead or dead.get("token") != holder.get("token"):
+                    return False
+                aside.write_text(content)
+                os.replace(aside, self.path)
         except FileNotFoundError:
-            return
-        if _read_lock(aside).get("token") != holder.get("token"):
-            # another job was faster, and this is its new lock: give it back
-            with contextlib.suppress(FileExistsError):  # a third job is in: the owner notices at its next beat and ends
-                os.link(aside, self.path)
-        else:
-            log.warning("%s: TAKEN OVER from %s, which is gone", self.path, _who(holder))
-        aside.unlink()
+            return False
+        log.warning("%s: TAKEN OVER from %s, which is gone", self.path, _who(holder))
+        return True
 
     def _server_time(self) -> float:
         """The file server's clock: hosts may disagree by more than STALE_S."""

@@ -123,11 +123,11 @@ def test_of_many_jobs_that_find_a_dead_holder_exactly_one_gets_the_run(tmp_path)
         assert list(folder.iterdir()) == []
 
 
-def test_taking_over_gives_back_a_lock_that_another_job_made_meanwhile(tmp_path):
+def test_taking_over_leaves_a_lock_alone_that_another_job_made_meanwhile(tmp_path):
     fresh = pretend_elsewhere(tmp_path)
     contender = Lock.__new__(Lock)
     contender.path, contender.token = fresh, "mine"
-    contender._take_over({"token": "long dead"})
+    assert not contender._take_over({"token": "long dead"}, "{}")
     assert json.loads(fresh.read_text())["token"] == "theirs"
 
 
