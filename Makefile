@@ -32,6 +32,12 @@ bench-train: setup  ## tokens per second beside TRL's SFTTrainer
 bench-data: setup  ## packing, and tokenising beside datasets.map
 	OMP_NUM_THREADS=1 $(PY) tools/bench_data.py
 
+bench-kernels: setup  ## memory and time of every kernel beside its peers, on the CPU or on the GPU at hand
+	$(PY) kernels/bench.py
+
+mutate-kernels: setup  ## break every kernel on purpose, one change at a time: the tests must notice each; minutes
+	OMP_NUM_THREADS=1 $(PY) -m tests.kernels.mutate
+
 gpu-check: setup  ## kernels and back ends on a GPU machine
 	$(PY) tools/check_backends.py
 	$(PY) kernels/gpu_check.py
