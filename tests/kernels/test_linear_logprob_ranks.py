@@ -13,6 +13,7 @@ def inputs(vocab_size):
     hidden, weight = torch.randn(T, H, dtype=torch.float64), torch.randn(V, H, dtype=torch.float64)
     weight[vocab_size:] = torch.nan  # padding
     hidden[:, 0], weight[:vocab_size, 0] = 1.0, torch.linspace(-300, 300, vocab_size)  # shards of very different logits
+    hidden[::2, 0] = 0.01  # and rows to which every shard matters
     targets = torch.randint(0, vocab_size, (T,))
     targets[5] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), targets, torch.randn(2, T, dtype=torch.float64)
