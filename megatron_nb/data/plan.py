@@ -56,6 +56,7 @@ class Plan:
 
     lengths: (start, stop) -> [stop - start] tokens of these draws, each at most `cap`.
     total: number of draws, None for an endless order.
+    lookahead: samples beyond those that fill the pack in order, to choose its last ones from.
     snapshot: of an earlier Plan over the same draws; without it, pack k is reached by planning all packs before it.
     """
 
@@ -105,21 +106,25 @@ class Plan:
                 self._blocks.pop(block - 2, None)  # steps are asked for nearly in order: the latest are enough
         return self._blocks[number]
 
+    def _window(self, sizes: list[int]) -> int:
+        """Samples to choose from: as many as fill a pack in order, and `lookahead` more."""
+        return int(np.searchsorted(np.cumsum(sizes), self._cap)) + self._lookahead
+
     def _plan(self, following: int, waiting: list[int]) -> tuple[list[list[int]], Snapshot]:
         """The packs of one block and the state after it."""
         waiting = list(waiting)
         sizes = self._lengths(waiting[0], waiting[-1] + 1)[np.subtract(waiting, waiting[0])].tolist() if waiting else []
         packs: list[list[int]] = []
         while len(packs) < BLOCK:
-            if len(waiting) < self._lookahead:
-                stop = following + 2 * self._lookahead - len(waiting)
+            while len(waiting) < (window := self._window(sizes)) and following != self._total:
+                stop = following + window
                 stop = stop if self._total is None else min(stop, self._total)
                 sizes += self._lengths(following, stop).tolist()
                 waiting += range(following, stop)
                 following = stop
             if not waiting:
                 break
-            chosen = choose(sizes[: self._lookahead], self._cap)
+            chosen = choose(sizes[:window], self._cap)
             packs.append([waiting[place] for place in chosen])
             for place in reversed(chosen):
                 del waiting[place], sizes[place]

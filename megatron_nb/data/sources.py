@@ -30,7 +30,7 @@ class DataConfig:
     workers: int | None = None  # tokenising processes; None: one per core; 0: none but the job's own
     loader_workers: int = 1  # processes that read and pack ahead of the step; 0: none but the job's own
     packing: bool = True  # False: every sample alone, padded to seq_len
-    lookahead: int = 512  # samples the packer may choose from, in the order of the mixture
+    lookahead: int = 512  # samples beyond those due, from which the packer chooses the last ones of a pack
     overlong: str = "error"  # a sample longer than seq_len: error | truncate | drop
     bad_rows: str = "error"  # a row that cannot be read or rendered: error | skip
     history: str = "full"  # full | per_turn, see render.py

@@ -42,7 +42,7 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("times", [16, 64])
+@pytest.mark.parametrize("times", [16, 64, 1000])
 def test_packs_are_99_percent_full_at_a_cap_of_16_times_the_median(name, times):
     lengths = DISTRIBUTIONS[name].astype(int)
     cap = int(times * np.median(lengths))
