@@ -71,6 +71,9 @@ class SftConfig:
         for name in ("seq_len", "num_steps", "global_batch_size", "micro_batch_size", "validate_every", "stop_after_bad_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("replay_step", "layer_norms_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1 (steps count from 1), or null for none")
         check_layout(self.model, self.parallel)
         schedule_lengths(self.optimizer, self.num_steps)
         multiple = self.parallel.pack_multiple
@@ -96,6 +99,7 @@ def world_of(config: SftConfig) -> int:
 
 def describe_job(config: SftConfig) -> str:
     """What the dry run prints below the configuration. ValueError when it cannot run or does not fit."""
+    config.data.validate()
     world = world_of(config)
     p, data_size = config.parallel, config.parallel.data_size(world)
     packs_per_rank = -(-config.global_batch_size // data_size)
@@ -144,11 +148,13 @@ def heldout(trainer: Trainer, sets: dict[str, Dataset], config: SftConfig) -> di
 
 
 def replay(trainer: Trainer, loader: Loader, step: int) -> None:
-    """Print loss and gradient norm of the batch of `step`, micro-batch by micro-batch; changes nothing."""
-    for number, batch in enumerate(loader.batch(step)):
-        total, count, *_ = trainer.gradients([batch] * trainer.topology.pipeline_size, NextToken())
+    """Print the loss of the batch of `step`, numbered as in the log, micro-batch by micro-batch; weights stay as they are."""
+    stages = trainer.topology.pipeline_size
+    for number, batch in enumerate(loader.batch(step - 1)):  # the loader counts from 0
+        total, count, *_ = trainer.gradients([batch] * stages, NextToken())
         names = ", ".join(sample_id for sample_id in batch.sample_ids if sample_id)
-        log.info("step %d, micro-batch %d: loss %.6f over %d tokens: %s", step, number, total / max(count, 1), count, names)
+        mean, tokens = total / max(count, 1), count // stages
+        log.info("step %d, micro-batch %d: loss %.6f over %d tokens: %s", step, number, mean, tokens, names)
 
 
 def train(

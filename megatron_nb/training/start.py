@@ -7,12 +7,14 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import yaml
+
 from megatron_nb.model.gpt import initialize_weights
 from megatron_nb.model.hf import load_hf
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.training.checkpoint_folder import resolve
-from megatron_nb.training.checkpoint_state import load_weights
+from megatron_nb.training.checkpoint_state import HAND_OVER_MAY_CHANGE, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +34,20 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
     if init_from is None:
         return Origin(None, None)
     step = resolve(init_from)
-    if step is not None:
-        return Origin(step / "hf", step)  # the checkpoint's own configuration is compared when it is loaded
-    folder = Path(init_from)
-    theirs = config_from_hf(folder)
+    if step is None:
+        folder = Path(init_from)
+        theirs, origin, may_differ = config_from_hf(folder), Origin(folder, None), MAY_DIFFER
+    else:
+        folder, origin, may_differ = step, Origin(step / "hf", step), HAND_OVER_MAY_CHANGE
+        theirs = ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
     different = [
         f"{field.name} is {getattr(theirs, field.name)} there, {getattr(model, field.name)} here"
         for field in fields(ModelConfig)
-        if field.name not in MAY_DIFFER and not _same(getattr(theirs, field.name), getattr(model, field.name))
+        if field.name not in may_differ and not _same(getattr(theirs, field.name), getattr(model, field.name))
     ]
     if different:
         raise ValueError(f"init_from={folder} holds another model ({'; '.join(different)}): choose its model= settings")
-    return Origin(folder, None)
+    return origin
 
 
 def _same(a, b) -> bool:
