@@ -174,8 +174,11 @@ def _check(path, **tensors):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name} has strides {x.stride()}: its last dimension must be contiguous; call .contiguous()")
         step = 16 // x.element_size()
-        if path is attention_triton and len(axes) == 3 and (x.data_ptr() % 16 or x.stride(0) % step or x.stride(1) % step):
-            raise ValueError(f"{name} must have 16-byte aligned rows, has strides {x.stride()}; pass a contiguous copy")
+        if path is attention_triton and len(axes) == 3 and x.numel():
+            if x.data_ptr() % 16 or x.stride(0) % step or x.stride(1) % step:
+                raise ValueError(f"{name} must have 16-byte aligned rows, has strides {x.stride()}; pass a contiguous copy")
+            if x.stride(0) < (x.shape[1] - 1) * x.stride(1) + x.shape[2] and len(x) > 1:
+                raise ValueError(f"{name} has strides {x.stride()}: a token's heads must lie together; call .contiguous()")
     if sizes["G"] == 0 or sizes["N"] % sizes["G"] or sizes["D"] == 0:
         raise ValueError(f"{sizes['N']} query heads of size {sizes['D']} must be a positive multiple of {sizes['G']} key heads")
 

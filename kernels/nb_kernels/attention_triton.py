@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -42,11 +43,22 @@ TILES = {
 }
 
 
+_MAPS = WeakIdKeyDictionary()  # low -> {everything else: map}
+
+
 def tile_map(low, q_offset, k_offset, Tk, rows, keys, by_key=False):
     """int32 [tiles, 5]: a tile of rows and the tiles of keys it visits, most work first; made on low's device, without a sync.
 
     low [Tq] must not decrease (document starts of consecutive tokens do not). by_key: a tile of keys and the tiles of rows.
+    A map is kept as long as `low` lives, so the layers of a step share it.
     """
+    kept, key = _MAPS.setdefault(low, {}), (low._version, q_offset, k_offset, Tk, rows, keys, by_key)
+    if key not in kept:
+        kept[key] = _tile_map(low, q_offset, k_offset, Tk, rows, keys, by_key)
+    return kept[key]
+
+
+def _tile_map(low, q_offset, k_offset, Tk, rows, keys, by_key):
     Tq, device = low.numel(), low.device
     if by_key:
         own, size, end, step = keys, -(-Tk // keys), Tq, rows

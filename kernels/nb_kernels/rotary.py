@@ -54,7 +54,7 @@ def _rotate(X, COS, SIN, Y, T, N, D, P, stride_t, stride_n, sign, INTERLEAVED: t
             BLOCK: tl.constexpr, REST: tl.constexpr, ACC: tl.constexpr):
     """One row is one head of one token; BLOCK >= P pairs; REST >= D - 2P numbers that pass."""
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    t, inside = row // N, row < T * N.to(tl.int64)
+    t, inside = row // N, row // N < T
     source, target = X + (t * stride_t + row % N * stride_n)[:, None], Y + (row * D)[:, None]
     mask = inside[:, None] & (i < P)[None, :]
     table = (t * P)[:, None] + i[None, :]
@@ -165,11 +165,12 @@ def rotary(x, positions, frequencies, *, interleaved=False, implementation="auto
 
 def compile_cases():
     """For compile_check: both layouts whole, and a partial rotation."""
-    for D, P, interleaved in ((128, 64, False), (128, 64, True), (96, 24, False)):
+    one = {"N": 1}  # the JIT makes an argument of 1 a constant
+    for D, P, interleaved, heads in ((128, 64, False, {}), (128, 64, True, {}), (96, 24, False, {}), (128, 64, False, one)):
         tile = _tile(D, P)
         options = {"num_warps": tile.pop("num_warps")}
         types = {"X": "*bf16", "Y": "*bf16", "COS": "*fp32", "SIN": "*fp32", "sign": "fp32"}
         types |= dict.fromkeys(("D", "P", "stride_t", "stride_n"), "i32:16")
-        constants = tile | {"INTERLEAVED": interleaved, "ACC": tl.float32}
-        name = f"rotary D{D}, {2 * P} turned{', interleaved' if interleaved else ''}"
+        constants = tile | heads | {"INTERLEAVED": interleaved, "ACC": tl.float32}
+        name = f"rotary D{D}, {2 * P} turned{', interleaved' if interleaved else ''}{', one head' if heads else ''}"
         yield name, _rotate, types, constants, options, False

@@ -92,7 +92,7 @@ MUTATIONS = [
         "return dtype",
         TWICE,
     ),
-    ("alignment is not checked", FRONT, "if path is attention_triton and len(axes) == 3 and", "if False and", BAD),
+    ("alignment is not checked", FRONT, "if path is attention_triton and len(axes) == 3 and x.numel():", "if False:", BAD),
     (
         "bounds are not checked",
         FRONT,

@@ -355,6 +355,8 @@ def test_bad_input_raises_before_any_launch(change, words):
         ({"scale": math.inf}, "scale=inf"),
         pytest.param({"q": torch.randn(10 * 64 + 1)[1:].view(10, 4, 16), "implementation": "triton"}, "16-byte aligned",
                      marks=needs_interpreter),
+        pytest.param({"k": torch.randn(2, 7, 16).transpose(0, 1), "implementation": "triton"}, "heads must lie together",
+                     marks=needs_interpreter),
         pytest.param(dict.fromkeys("qkv", torch.randn(10, 1, 300)) | {"out": torch.zeros(10, 1, 300), "lse": torch.zeros(10, 1),
                      "implementation": "triton"}, "at most 256", marks=needs_interpreter),
     ],
