@@ -74,6 +74,8 @@ class SftConfig:
         for name in ("replay_step", "layer_norms_every"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1 (steps count from 1), or null for none")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative: the generators take no such seed")
         check_layout(self.model, self.parallel)
         schedule_lengths(self.optimizer, self.num_steps)
         multiple = self.parallel.pack_multiple

@@ -25,9 +25,11 @@ def test_replay_numbers_steps_as_the_log_does(caplog):
     assert "step 7, micro-batch 0: loss 2.000000 over 3 tokens: a/1" in caplog.text
 
 
-@pytest.mark.parametrize("word", ["replay_step=0", "layer_norms_every=0"])
-def test_a_step_below_one_is_refused(word):
-    with pytest.raises(ValueError, match=f"{word} must be at least 1"):
+@pytest.mark.parametrize(
+    ("word", "rule"), [("replay_step=0", "at least 1"), ("layer_norms_every=0", "at least 1"), ("seed=-1", "not be negative")]
+)
+def test_a_number_below_its_least_is_refused(word, rule):
+    with pytest.raises(ValueError, match=f"{word} must (be )?{rule}"):
         compose(sft.SftConfig, "sft", [*WORDS, word])
 
 
