@@ -6,7 +6,6 @@ of which whole tensor each of its parameters is, and model/hf_names.py says wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +17,7 @@ from megatron_nb.model.gpt import DTYPES  # which installs the CPU layer before 
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.hf_files import HfFolder
 from megatron_nb.model.hf_names import BY_KEY, Entry, hf_shapes, tensors_of
-from megatron_nb.model.shape import ModelConfig
+from megatron_nb.model.shape import ModelConfig, differences
 from megatron_nb.model.sharding import bare
 
 # isort: split
@@ -26,7 +25,6 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-MAY_CHANGE = {"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend"}  # between origin and training
 BLOCK_BYTES = 64 * 2**20  # a read is copied in blocks of about this size
 
 
@@ -143,12 +141,10 @@ def load_weights(source: Source, modules: Iterable[torch.nn.Module], config: Mod
 def load_hf(folder: str | Path, modules: Iterable[torch.nn.Module], config: ModelConfig) -> None:
     """Load a Hugging Face folder into live modules cut over tensor and pipeline ranks; values are cast to the modules' dtype.
 
-    Raises ValueError when the folder holds another model than `config` (MAY_CHANGE apart), and naming tensors that are
+    Raises ValueError when the folder holds another model than `config`, and naming tensors that are
     missing, unexpected or of the wrong shape.
     """
-    theirs, ours = asdict(config_from_hf(folder, config.dtype)), asdict(config)
-    wrong = [f"{name} is {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
-    wrong = [text for text in wrong if text.split()[0] not in MAY_CHANGE]
+    wrong = differences(config_from_hf(folder, config.dtype), config)
     if wrong:
         raise ValueError(f"{folder} holds another model ({'; '.join(wrong)}): use its model settings, or another folder")
     load_weights(HfSource(folder, config, cast=True), modules, config)

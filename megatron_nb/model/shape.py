@@ -4,6 +4,7 @@ Legend: H hidden, F MLP width, V vocabulary, N query heads, G key/value heads, D
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -115,3 +116,20 @@ class ModelConfig:
     def flops_per_token(self, length: int) -> float:
         """`train_flops` of a token in a document of `length` tokens, on average."""
         return self.train_flops(length, length * length) / length
+
+
+# what a stage may set anew when it takes over weights
+HAND_OVER = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend", "kernels"})
+
+
+def differences(theirs: ModelConfig, ours: ModelConfig, may_differ: frozenset[str] = HAND_OVER) -> list[str]:
+    """"FIELD is A there, B here" for every field that differs and may not.
+
+    Floats are compared in single precision: a norm_epsilon of 1e-5 comes out of a GGUF file as 9.99999975e-06.
+    """
+    pairs = {field.name: (getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ModelConfig)}
+    return [f"{name} is {a} there, {b} here" for name, (a, b) in pairs.items() if name not in may_differ and not _same(a, b)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6) if isinstance(a, float) and isinstance(b, float) else a == b

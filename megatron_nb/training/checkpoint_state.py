@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron_nb.model.shape import ModelConfig
+from megatron_nb.model.shape import HAND_OVER, ModelConfig, differences
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel import topology  # installs the CPU layer before core is used
 
@@ -38,7 +38,6 @@ from megatron_nb.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-HAND_OVER_MAY_CHANGE = {"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend", "kernels"}
 
 
 class ChangedRun(ValueError):
@@ -153,16 +152,15 @@ def training_state(trainer: Trainer, step: int, data_state: dict[str, Any]) -> t
     return {**state, "optimizer": optimizer, **rest}, metadata
 
 
-def refuse_other_model(folder: Path, current: dict[str, Any], may_change: Collection[str] = ()) -> None:
+def refuse_other_model(folder: Path, current: dict[str, Any], may_change: frozenset[str] = frozenset()) -> None:
     """ChangedRun, with the differences, unless the checkpoint's model is `current`; what may change is logged."""
-    saved = dataclasses.asdict(ModelConfig.from_dict(yaml.safe_load((folder / "config.yaml").read_text())["model"]))
-    here = dataclasses.asdict(ModelConfig(**current))
-    changed = {name: f"{name} is {saved[name]} there, {here[name]} here" for name in saved if saved[name] != here[name]}
-    refused = [text for name, text in changed.items() if name not in may_change]
+    saved = ModelConfig.from_dict(yaml.safe_load((folder / "config.yaml").read_text())["model"])
+    refused = differences(saved, ModelConfig(**current), may_change)
     if refused:
         raise ChangedRun(f"{folder} holds another model ({'; '.join(refused)}): use its model settings, or another checkpoint")
+    changed = differences(saved, ModelConfig(**current), frozenset())
     if changed and dist.get_rank() == 0:
-        log.warning("%s: %s", folder, "; ".join(changed.values()))
+        log.warning("%s: %s", folder, "; ".join(changed))
 
 
 def load_training_state(folder: Path, trainer: Trainer) -> Resumed:
@@ -221,7 +219,7 @@ def load_weights(path: str | Path, chunks: list, model: ModelConfig, fresh: tupl
     folder = from_first_rank(partial(resolve, path))  # a run may grow: all ranks must take the same step
     if folder is None:
         raise ValueError(f"{path} is no checkpoint of ours: a Hugging Face folder is read by model/hf.py")
-    refuse_other_model(folder, dataclasses.asdict(model), HAND_OVER_MAY_CHANGE)
+    refuse_other_model(folder, dataclasses.asdict(model), HAND_OVER)
     if (folder / FILES).is_file():  # an import from Hugging Face has none
         check_together(folder)
 

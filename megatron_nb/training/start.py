@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -12,14 +11,11 @@ import yaml
 from megatron_nb.model.gpt import initialize_weights
 from megatron_nb.model.hf import load_hf
 from megatron_nb.model.hf_config import config_from_hf
-from megatron_nb.model.shape import ModelConfig
+from megatron_nb.model.shape import ModelConfig, differences
 from megatron_nb.training.checkpoint_folder import resolve
-from megatron_nb.training.checkpoint_state import HAND_OVER_MAY_CHANGE, load_weights
+from megatron_nb.training.checkpoint_state import load_weights
 
 log = logging.getLogger(__name__)
-
-MAY_DIFFER = {"rope_theta", "max_position_embeddings", "dtype", "backend", "kernels"}  # a stage may set these anew
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -36,23 +32,14 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
     step = resolve(init_from)
     if step is None:
         folder = Path(init_from)
-        theirs, origin, may_differ = config_from_hf(folder), Origin(folder, None), MAY_DIFFER
+        theirs, origin = config_from_hf(folder), Origin(folder, None)
     else:
-        folder, origin, may_differ = step, Origin(step / "hf", step), HAND_OVER_MAY_CHANGE
+        folder, origin = step, Origin(step / "hf", step)
         theirs = ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
-    different = [
-        f"{field.name} is {getattr(theirs, field.name)} there, {getattr(model, field.name)} here"
-        for field in fields(ModelConfig)
-        if field.name not in may_differ and not _same(getattr(theirs, field.name), getattr(model, field.name))
-    ]
+    different = differences(theirs, model)
     if different:
         raise ValueError(f"init_from={folder} holds another model ({'; '.join(different)}): choose its model= settings")
     return origin
-
-
-def _same(a, b) -> bool:
-    """Equality, but for a float that went through single precision on its way (1e-5 in a GGUF file)."""
-    return math.isclose(a, b, rel_tol=1e-6) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
 def load_start(origin: Origin, chunks: list, model: ModelConfig, seed: int) -> None:
