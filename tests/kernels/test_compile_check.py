@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,16 @@ def test_one_configuration_of_each_kernel_compiles_for_sm_90():
     kernels = "attention forward", "attention keys", "attention queries", "row_statistics", "rms_norm", "swiglu", "rotary"
     for kernel in kernels:
         assert f" {kernel}" in done.stdout
+
+
+def test_every_launcher_binds_its_arguments_and_compiles_what_it_would_launch():
+    command = [sys.executable, KERNELS / "launch_check.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    launched = set(re.findall(r"(\w+\.\w+)(?:,|$)", done.stdout, re.M))
+    for path in (KERNELS / "nb_kernels").glob("*.py"):
+        for kernel in re.findall(r"\b(\w+)\[\(", path.read_text()):
+            assert f"{path.stem}.{kernel}" in launched or kernel == "kernel"  # swiglu launches both of its own by that name
 
 
 def test_every_module_with_a_kernel_takes_part():
