@@ -213,7 +213,7 @@ def markdown(results):
         lines += ["| way | peak above inputs and gradients, MiB | time, s | loss |", "| --- | --- | --- | --- |"]
         for name in ways:
             r = results[section][name]
-            cells = f"{r['error']} | |" if "error" in r else f"{r['peak_mib']:.0f} | {r['seconds']:.2f} | {r['loss']:.6f}"
+            cells = f"{r['error']} | |" if "error" in r else f"{r['peak_mib']:.1f} | {r['seconds']:.2f} | {r['loss']:.6f}"
             lines.append(f"| {name} | {cells} |")
     lines += ["\nTriton path's own allocations, bf16, V 166144, H 2560, entropy on, above inputs and gradients", ""]
     lines += ["| T | forward, MiB | backward, MiB |", "| --- | --- | --- |"]

@@ -79,6 +79,13 @@ def _vocabulary(weight, shard, size, dtype):
         yield v, weight[v : min(v + size, shard.valid)].to(dtype)
 
 
+def _unwritten(weight, kept, T, shard, dtype):
+    """dweight whose true rows the first chunk overwrites (beta = 0), which saves to clear and to read it."""
+    dweight = torch.empty_like(weight, dtype=dtype)
+    dweight[shard.valid if (T if kept is None else len(kept)) else 0 :].zero_()
+    return dweight
+
+
 def forward(hidden, weight, targets, kept, entropy, shard):
     """-> (logprob, entropy or None, m, l); the last two are all that the backward pass needs."""
     T, dtype = len(hidden), accumulator(hidden.dtype)
@@ -117,7 +124,7 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
     n, c = max(1, min(TOKEN_CHUNK, T)), min(VOCAB_CHUNK, max(shard.valid, 1))
     buffer, spare = hidden.new_empty(n * c, dtype=dtype), hidden.new_empty(0 if e is None else n * c, dtype=dtype)
     dhidden = torch.zeros_like(hidden) if want_hidden else None
-    dweight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
+    dweight, beta = _unwritten(weight, kept, T, shard, dtype) if want_weight else None, 0
     for rows in rows_of(kept, T, n):
         h = _scaled(hidden, rows, shard.temperature, dtype)
         dh = torch.zeros_like(h) if want_hidden else None
@@ -142,7 +149,8 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
             if want_hidden:
                 dh.addmm_(dz, w)
             if want_weight:
-                dweight[v : v + len(w)].addmm_(dz.T, weighted)
+                dweight[v : v + len(w)].addmm_(dz.T, weighted, beta=beta)
+        beta = 1
         if want_hidden:
             dhidden[rows] = reduced(dh.mul_(factor / shard.temperature), shard).to(hidden.dtype)
     return dhidden, dweight.to(weight.dtype) if want_weight else None
@@ -159,7 +167,7 @@ def one_pass(hidden, weight, targets, kept, coefficient, entropy, shard, want_hi
     logprob = hidden.new_zeros(T, dtype=dtype)
     ent = hidden.new_zeros(T, dtype=dtype) if entropy else None
     dhidden = torch.zeros_like(hidden) if want_hidden else None
-    dweight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
+    dweight, beta = _unwritten(weight, kept, T, shard, dtype) if want_weight else None, 0
     piece = max(V, 1) if weight.dtype == dtype else VOCAB_CHUNK  # converted weights are bounded too
     for rows in rows_of(kept, T, n):
         h = _scaled(hidden, rows, shard.temperature, dtype)
@@ -192,7 +200,8 @@ def one_pass(hidden, weight, targets, kept, coefficient, entropy, shard, want_hi
                 dh.addmm_(z[:, v : v + len(w)], w)
             dhidden[rows] = reduced(dh.mul_(factor / shard.temperature), shard).to(hidden.dtype)
         if want_weight:
-            dweight[:V].addmm_(z.T, h * factor)
+            dweight[:V].addmm_(z.T, h * factor, beta=beta)
+        beta = 1
     return logprob, ent, dhidden, dweight.to(weight.dtype) if want_weight else None
 
 
