@@ -179,7 +179,7 @@ def _paged_torch(q, k_cache, v_cache, block_table, lengths, cu_queries, scale, w
         if a == b:
             continue
         blocks = block_table[s, : -(-length // B)].long()
-        k, v = (x[blocks].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+        k, v = (x[blocks].flatten(0, 1) for x in (k_cache, v_cache))  # causality hides what is after the last token
         position = torch.arange(length - (b - a), length, device=q.device)
         low = torch.zeros_like(position) if window is None else (position - window + 1).clamp_(min=0)
         acc = torch.zeros(b - a, *q.shape[1:], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)

@@ -76,7 +76,7 @@ def forward(q, k, v, out, lse, low, q_offset, k_offset, scale, fresh=False):
         reach = x.norm(dim=-1)  # with the longest key this bounds the scores of a row (Cauchy-Schwarz)
         m = _fold(lse[..., None], rows, G) * LOG2E  # reference of the exponentials, [G, R * t, 1]
         total = (m > -math.inf).to(acc_dtype)  # sum of exp2(score - m): what was merged before counts 1, an empty row 0
-        acc = _fold(out, rows, G) * total  # an empty row may hold anything
+        acc = torch.where(total > 0, _fold(out, rows, G), 0.0)  # an empty row may hold anything
         for keys, masked in tiles:
             kt = k[:, keys].mT
             bound = None if masked or not cheap else reach * kt.norm(dim=1).amax(-1, keepdim=True) - m[..., 0]
@@ -107,7 +107,6 @@ def backward(dout, q, k, v, lse, delta, dq, dk, dv, low, q_offset, k_offset, sca
     for rows, tiles in _tiles(low, q_offset, k_offset, Tk, q.shape[1]):
         x, g = _fold(q, rows, G) * (scale * LOG2E), _fold(dout, rows, G)
         m = _fold(lse[..., None].to(acc_dtype), rows, G) * -LOG2E
-        m.masked_fill_(m == math.inf, -math.inf)  # a row that saw nothing has probability 0, not exp(inf)
         d = -_fold(delta[..., None].to(acc_dtype), rows, G)
         dx = torch.zeros_like(x)
         for keys, masked in tiles:

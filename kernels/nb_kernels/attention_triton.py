@@ -83,10 +83,9 @@ def _tile_map(low, q_offset, k_offset, Tk, rows, keys, by_key):
 
 @triton.jit
 def _bounds(START, rows, Tq, Tk, q_offset, k_offset):
-    """First key and one past the last key that each row sees, cut to the block; nothing for rows past the end."""
-    inside = rows < Tq
-    low = tl.load(START + rows, mask=inside, other=0) - k_offset
-    high = tl.where(inside, rows.to(tl.int64) + q_offset + 1 - k_offset, 0)
+    """First key and one past the last key that each row sees, cut to the block. Rows past the end are stored nowhere."""
+    low = tl.load(START + rows, mask=rows < Tq, other=0) - k_offset
+    high = rows.to(tl.int64) + q_offset + 1 - k_offset
     return tl.maximum(low, 0).to(tl.int32), tl.minimum(high, Tk).to(tl.int32)
 
 
@@ -277,7 +276,7 @@ def backward(dout, q, k, v, lse, delta, dq, dk, dv, start, q_offset, k_offset, s
     q, k, v, dout = (_padded(x, width) for x in (q, k, v, dout))
     grads = [_padded(x, width) for x in (dq, dk, dv)]
     longest = max(TILES["keys", width][0], TILES["queries", width][0])
-    lse2 = _by_head(torch.where(lse == -math.inf, math.inf, lse * LOG2E), math.inf, longest)  # +inf: probability 0
+    lse2 = _by_head(lse * LOG2E, math.inf, longest)  # rows past the end have probability exp2(-inf) = 0
     delta = _by_head(delta, 0.0, longest)
     numbers = (Tq, Tk, q_offset, k_offset, scale, scale * LOG2E, *(x.stride(1) for x in (q, k, v, dout)))
     with torch.cuda.device_of(q):

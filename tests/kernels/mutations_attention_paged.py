@@ -66,12 +66,6 @@ MUTATIONS = [
         "target = (begin + query) * N + head",
     ),
     ("torch: queries are the first tokens", HERE, "scale)\n        out[a:b] = acc", "scale)\n        out[a:b] = acc * 0"),
-    (
-        "torch: all of the last block counts",
-        HERE,
-        "k, v = (x[blocks].flatten(0, 1)[:length] for x in (k_cache, v_cache))",
-        "k, v = (x[blocks].flatten(0, 1) for x in (k_cache, v_cache))",
-    ),
     ("torch: the window is one too wide", HERE, "(position - window + 1).clamp_(min=0)", "(position - window).clamp_(min=0)"),
     ("lengths are not checked", HERE, "if not count <= length <= room:", "if False:", BAD),
     ("tables are not checked", HERE, "if bool(wrong.any()):", "if False:", BAD),

@@ -99,8 +99,9 @@ def test_unchecked_wrong_tables_stay_inside_the_cache():
     (k, _), (v, _) = guarded(k), guarded(v)
     wrong = table.clone()
     wrong[0, 0], wrong[2, 1] = -1000, 10**6
-    out = attention_paged(q, k, v, wrong, lengths + 10**4, bounds, longest=1, implementation="triton")
-    assert out.isfinite().all()
+    options = {"longest": 1, "implementation": "triton"}
+    out = attention_paged(q, k, v, wrong, lengths + 10**4, bounds, **options)
+    assert out.isfinite().all() and torch.equal(out, attention_paged(q, k, v, wrong, lengths * 0 + 32, bounds, **options))
 
 
 def test_the_torch_path_never_holds_all_scores():
