@@ -264,9 +264,9 @@ def forward(q, k, v, out, lse, start, q_offset, k_offset, scale, fresh=False):
         out.copy_(target[..., :D])
 
 
-def _by_head(x, fill, multiple):
-    """[Tq, N] -> [N, Tq rounded up], so that a tile reads one line of memory and needs no mask."""
-    return F.pad(x.T, (0, -x.shape[0] % multiple), value=fill).contiguous()
+def _by_head(x, multiple):
+    """[Tq, N] -> [N, Tq rounded up]: a tile reads one line of memory, without a mask; rows past the end meet zeros of dout."""
+    return F.pad(x.T, (0, -x.shape[0] % multiple)).contiguous()
 
 
 def backward(dout, q, k, v, lse, delta, dq, dk, dv, start, q_offset, k_offset, scale, fresh=False):
@@ -276,8 +276,7 @@ def backward(dout, q, k, v, lse, delta, dq, dk, dv, start, q_offset, k_offset, s
     q, k, v, dout = (_padded(x, width) for x in (q, k, v, dout))
     grads = [_padded(x, width) for x in (dq, dk, dv)]
     longest = max(TILES["keys", width][0], TILES["queries", width][0])
-    lse2 = _by_head(lse * LOG2E, math.inf, longest)  # rows past the end have probability exp2(-inf) = 0
-    delta = _by_head(delta, 0.0, longest)
+    lse2, delta = _by_head(lse * LOG2E, longest), _by_head(delta, longest)
     numbers = (Tq, Tk, q_offset, k_offset, scale, scale * LOG2E, *(x.stride(1) for x in (q, k, v, dout)))
     with torch.cuda.device_of(q):
         rows, keys, warps, stages = TILES["keys", width]

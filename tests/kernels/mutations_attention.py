@@ -75,12 +75,6 @@ MUTATIONS = [
     ("torch: no rescaling", TORCH, "total, acc, m = total * decay, acc * decay, new", "total, acc, m = total, acc, new"),
     ("torch: any reference will do", TORCH, "bool(bound.amax() < HEADROOM)", "True"),
     (
-        "rows past the end have a probability",
-        TRITON,
-        "_by_head(lse * LOG2E, math.inf, longest)",
-        "_by_head(lse * LOG2E, 0.0, longest)",
-    ),
-    (
         "torch: old results of empty rows count",
         TORCH,
         "torch.where(total > 0, _fold(out, rows, G), 0.0)",
