@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 LOG2E = math.log2(math.e)
 TILE_KEYS = 1024
-TILE_SCORES = 1 << 20  # rows * keys * heads of one tile: 4 MiB of fp32, the best of 2^18 .. 2^22 on two server CPUs
+TILE_SCORES = 1 << 19  # rows * keys * heads of one tile: 2 MiB of fp32, the best of 2^18 .. 2^22 on two server CPUs
 HEADROOM = 60.0  # exp2 of a score this far above the running reference, summed over 2^20 keys, still fits fp32
 
 
