@@ -27,7 +27,7 @@ MUTATIONS = [
         "mask = inside[:, None] & (i < P)[None, :]",
         "mask = inside[:, None] & (i < BLOCK)[None, :]",
     ),
-    ("rows past the end are stored", HERE, "row < T * N.to(tl.int64)", "row >= 0"),
+    ("rows past the end are stored", HERE, "row // N < T", "row >= 0"),
     ("strides are taken for granted", HERE, "x.stride(0), x.stride(1), sign", "N * D, D, sign"),
     ("arithmetic in float32", HERE, "tl.float64 if x.dtype == torch.float64 else tl.float32", "tl.float32"),
     ("old tables serve new positions", HERE, "known is None or known[0] != key", "known is None"),
