@@ -66,8 +66,8 @@ def _loss_and_gradients(kernels):
     from megatron_nb.training.trainer import Trainer
 
     model = ModelConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, head_dim=64, ffn_hidden_size=96, vocab_size=300,
-        rope_theta=1e4, max_position_embeddings=64, dtype="fp32", qk_norm=True, kernels=kernels,
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, head_dim=64, ffn_hidden_size=96,
+        vocab_size=300, rope_theta=1e4, max_position_embeddings=64, dtype="fp32", qk_norm=True, kernels=kernels,
     )  # fmt: skip
     place = topology.initialize(ParallelConfig(), seed=1)
     chunks = build(model, ParallelConfig())
