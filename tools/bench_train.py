@@ -76,7 +76,8 @@ def ours(model: Path, rows: Path, length: int, steps: int, ranks: int, number: i
     start(
         [
             "-m", "megatron_nb.sft", f"name={name}", f"runs_dir={OUT}", "model=smollm2_135m", f"init_from={model}",
-            "parallel=cpu1", f"parallel.world={ranks}", "context=2k", f"seq_len={length}", f"global_batch_size={ranks}", f"num_steps={steps}",
+            "parallel=cpu1", f"parallel.world={ranks}", "context=2k", f"seq_len={length}",
+            f"global_batch_size={ranks}", f"num_steps={steps}",
             "data=files", f"data.sources.rows.path={rows}", "data.overlong=truncate", f"data.cache_dir={OUT}/cache",
             "optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=1e-5", "checkpoint.every=1000000",
             "log.wandb=off", "log.plot_every=1000000",
