@@ -69,9 +69,21 @@ def _chunks(length: int, size: int, rank: int):
         begin += tokens
 
 
-def _sees(start: torch.Tensor, q_first: int, k_first: int, k_tokens: int) -> bool:
-    """Whether any query of a chunk may see any key of a block (a whole block is skipped otherwise)."""
-    return k_first < q_first + len(start) and int(start.min()) < k_first + k_tokens
+def _pairs(length: int, size: int, rank: int, source: int):
+    """Yield (slice of own queries, first position, slice of the source's keys, first position) that causality permits.
+
+    Document bounds are left to the kernels, which skip by tiles: reading them here would make the host wait for the device.
+    """
+    for mine, q_first in _chunks(length, size, rank):
+        for theirs, k_first in _chunks(length, size, source):
+            if k_first < q_first + mine.stop - mine.start:
+                yield mine, q_first, theirs, k_first
+
+
+def _accumulators(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [t, N, D], lse [t, N]) before any key, fp32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.zeros(q.shape, dtype=wide, device=q.device), torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -80,22 +92,17 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, start, length, group, scale, implementation):
         size, rank = group.size(), group.rank()
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+        out, lse = _accumulators(q)
         block = torch.stack([k, v])
         for step in range(size):
             work = []
             if step + 1 < size:
                 arriving, work = _exchange(block, group)
-            source = (rank - step) % size
-            for mine, q_first in _chunks(length, size, rank):
-                for theirs, k_first in _chunks(length, size, source):
-                    if _sees(start[mine], q_first, k_first, theirs.stop - theirs.start):
-                        attention_forward(
-                            q[mine], block[0, theirs], block[1, theirs], out[mine], lse[mine],
-                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
-                        )  # fmt: skip
+            for mine, q_first, theirs, k_first in _pairs(length, size, rank, (rank - step) % size):
+                attention_forward(
+                    q[mine], block[0, theirs], block[1, theirs], out[mine], lse[mine],
+                    start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
+                )  # fmt: skip
             if work:
                 _wait(work)
                 block = arriving
@@ -108,27 +115,23 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse, start = ctx.saved_tensors
         length, group, scale, implementation = ctx.rest
         size, rank = group.size(), group.rank()
-        wide = out.dtype
         dout = dout.contiguous()
-        delta = (dout.to(wide) * out).sum(-1)
+        delta = (dout.to(out.dtype) * out).sum(-1)
         dq = torch.zeros_like(out)
         block = torch.stack([k, v])
-        carried = torch.zeros(block.shape, dtype=wide, device=q.device)
+        carried = torch.zeros(block.shape, dtype=out.dtype, device=q.device)
         sending: list[dist.Work] = []
         for step in range(size):
             work = []
             if step + 1 < size:
                 arriving, work = _exchange(block, group)
-            source = (rank - step) % size
             own = torch.zeros_like(carried)
-            for mine, q_first in _chunks(length, size, rank):
-                for theirs, k_first in _chunks(length, size, source):
-                    if _sees(start[mine], q_first, k_first, theirs.stop - theirs.start):
-                        attention_backward(
-                            dout[mine], q[mine], block[0, theirs], block[1, theirs], lse[mine], delta[mine],
-                            dq[mine], own[0, theirs], own[1, theirs],
-                            start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
-                        )  # fmt: skip
+            for mine, q_first, theirs, k_first in _pairs(length, size, rank, (rank - step) % size):
+                attention_backward(
+                    dout[mine], q[mine], block[0, theirs], block[1, theirs], lse[mine], delta[mine],
+                    dq[mine], own[0, theirs], own[1, theirs],
+                    start=start[mine], q_offset=q_first, k_offset=k_first, scale=scale, implementation=implementation,
+                )  # fmt: skip
             _wait(sending)  # what the ranks before us found for this block
             own += carried
             carried, sending = _exchange(own, group)
@@ -145,23 +148,13 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, start, length, group, scale, implementation):
         size, rank = group.size(), group.rank()
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+        out, lse = _accumulators(q)
         key, value = _GatheredAttention._in_order(k, v, length, group)
         for mine, q_first in _chunks(length, size, rank):
             attention_forward(
-                q[mine],
-                key,
-                value,
-                out[mine],
-                lse[mine],
-                start=start[mine],
-                q_offset=q_first,
-                k_offset=0,
-                scale=scale,
-                implementation=implementation,
-            )
+                q[mine], key, value, out[mine], lse[mine],
+                start=start[mine], q_offset=q_first, k_offset=0, scale=scale, implementation=implementation,
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, lse, start)
         ctx.rest = length, group, scale, implementation
         return out.to(q.dtype)
