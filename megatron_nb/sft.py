@@ -57,7 +57,7 @@ class SftConfig:
     validate_every: int = 100  # updates between held-out losses; the first and the last are always taken
     layer_norms_every: int | None = None  # updates between reports of gradient norms by layer
     stop_after_bad_steps: int = 5  # updates in a row that were refused for NaN or inf
-    rehearse: bool = False  # run the largest step once before reading data, to meet the memory peak early
+    rehearse: bool = False  # run the largest step once before the first one, to meet the memory peak early
     replay_step: int | None = None  # report on the batch of this step with the weights of the newest checkpoint, and stop
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -127,7 +127,7 @@ def describe_job(config: SftConfig) -> str:
 
 
 def rehearse(trainer: Trainer, config: SftConfig) -> None:
-    """Forward and backward of one full pack per pipeline stage: what will not fit fails here, before data is read."""
+    """Forward and backward of one full pack per pipeline stage: what will not fit fails here, before the first step."""
     row = Sample(np.zeros(config.seq_len, np.int64), np.ones(config.seq_len, np.float32), sample_id="rehearsal")
     packs = [collate([pack([row], config.seq_len)] * config.micro_batch_size)] * config.parallel.pipeline
     trainer.gradients(packs, NextToken())

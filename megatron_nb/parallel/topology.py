@@ -107,15 +107,6 @@ class Topology:
     data_size: int
     device: torch.device
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.pipeline_size - 1
-
-    @property
-    def is_replica_first(self) -> bool:
-        """First rank of its model copy: it alone talks to engines, judges and files."""
-        return self.tensor_rank == self.pipeline_rank == self.context_rank == 0
-
 
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -17,6 +17,7 @@ from megatron_nb.training.checkpoint_state import load_weights
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True)
 class Origin:
     """What `init_from` names. Both None: a fresh draw."""

@@ -48,16 +48,12 @@ def _kept_bytes(layers: int, parallel: ParallelConfig) -> int:
             batch.ids[None], None, None, labels=batch.targets[None], packed_seq_params=bounds(batch),
             output_processor=logprob_head, output_processor_context=LogprobRequest(batch.targets, 128),
         )  # fmt: skip
-        return sum(kept.values())
+    topology.destroy()
+    return sum(kept.values())
 
 
 def _a_layer(parallel):
-    return _kept_bytes(3, parallel) - _kept_bytes_again(2, parallel)
-
-
-def _kept_bytes_again(layers, parallel):
-    topology.destroy()
-    return _kept_bytes(layers, parallel)
+    return _kept_bytes(3, parallel) - _kept_bytes(2, parallel)
 
 
 @pytest.mark.parametrize(
