@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # data workers read and pack without loading torch
     import torch
 
-STREAMS = ("loss_weight", "behaviour_logprob", "ref_logprob", "advantage", "turn_id")
+STREAMS = ("loss_weight", "behaviour_logprob", "old_logprob", "ref_logprob", "advantage", "turn_id")
 
 
 @dataclass
@@ -42,12 +42,15 @@ class Sample:
     sample_id: str
     source: str = ""
     behaviour_logprob: np.ndarray | None = None  # [L] float32, of the engine that sampled the token
+    old_logprob: np.ndarray | None = None  # [L] float32, of the trainer before the first update on this batch
     ref_logprob: np.ndarray | None = None  # [L] float32
     advantage: np.ndarray | None = None  # [L] float32
     turn_id: np.ndarray | None = None  # [L] int32, -1 outside turns
     rollout_id: str = ""
     group_id: str = ""
     pair_id: str = ""
+    label: float | None = None  # of the whole document: the grade of a graded answer; losses of scores read it
+    count: int | None = None  # share of the divisor of the mean; None: the trained tokens
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -69,6 +72,7 @@ class Batch:
     count: int  # integer share of the global divisor; 0 on context-parallel ranks other than 0
     sample_ids: list[str] = field(default_factory=list)  # one per document, "" for a fill
     streams: dict[str, torch.Tensor] = field(default_factory=dict)  # other streams of STREAMS, [T], as targets
+    documents: dict[str, torch.Tensor] = field(default_factory=dict)  # [S] values by document; never split
 
     @property
     def pack_length(self) -> int:
@@ -86,7 +90,17 @@ class Batch:
             for name in ("ids", "targets", "loss_weight", "index", "start", "cu_seqlens")
         }
         streams = {name: stream.to(device, non_blocking=True) for name, stream in self.streams.items()}
-        return Batch(**move, count=self.count, sample_ids=self.sample_ids, streams=streams)
+        documents = {name: values.to(device, non_blocking=True) for name, values in self.documents.items()}
+        return Batch(**move, count=self.count, sample_ids=self.sample_ids, streams=streams, documents=documents)
+
+
+@dataclass
+class Prompt:
+    """A conversation up to the turn to be sampled, and its tokens."""
+
+    conversation: Conversation
+    ids: list[int]  # after template and tools, with the generation header
+    data: dict[str, Any] = field(default_factory=dict)  # the row's other fields: what rewards compare with (answer, tests, ...)
 
 
 @dataclass
@@ -113,18 +127,37 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One episode as token ids; ids, sampled_mask, logprob, weight_version and turn_id are equally long."""
+    """One training row of an episode as token ids; ids, sampled_mask, logprob, weight_version and turn_id are equally long.
+
+    An episode whose context was cut or restarted is several rows: same group_id, index and score, segment 0, 1, ...
+    """
 
     prompt_ids: list[int]
-    ids: list[int]
+    ids: list[int]  # after the prompt: what was sampled and, between turns, what tools answered
     sampled_mask: list[bool]
-    logprob: list[float]
-    weight_version: list[int]
-    turn_id: list[int]
+    logprob: list[float]  # of the engine, at the temperature of `sampling`; 0 where not sampled
+    weight_version: list[int]  # of the weights that sampled the token; -1 where not sampled
+    turn_id: list[int]  # index into `turns`
     turns: list[Turn]
-    status: str
+    status: str  # how it ended: done | length | turns | invalid
     sampling: dict[str, Any]
     seed: int
     group_id: str
-    index: int
+    index: int  # within the group
+    segment: int = 0
+    text: str = ""  # of the last assistant turn, thinking included, end-of-turn token left out
     score: Score | None = None
+    advantage: float | None = None  # written by `credit`, for those who look at the file
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}/{self.index}"
+
+
+@dataclass
+class Group:
+    """The rollouts of one prompt in one step; their rewards are compared with each other."""
+
+    group_id: str
+    prompt: Prompt
+    rollouts: list[Rollout]

@@ -24,7 +24,7 @@ from megatron_nb.data.packing import collate, pack
 from megatron_nb.data.sources import DataConfig
 from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.launch import LaunchConfig, open_run
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.model.shape import ModelConfig

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_nb.data.packing import pack
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_nb.data.packing import collate, pack
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.model.sharding import cut_dimension, named_parameters, unshard

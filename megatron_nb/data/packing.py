@@ -30,7 +30,15 @@ def pack(
     the fill where its weight is 0. Raises ValueError where the weight is not 0, and for samples that do not fit.
     """
     arrays = lay_out(samples, length, multiple, streams)
-    return batch(arrays, names(samples, arrays))
+    packed = batch(arrays, names(samples, arrays))
+    if any(sample.count is not None for sample in samples):
+        packed.count = sum(trained(sample) if sample.count is None else sample.count for sample in samples)
+    return packed
+
+
+def trained(sample: Sample) -> int:
+    """Targets of the sample that are trained: its first token is never one."""
+    return int(np.count_nonzero(sample.loss_weight[1:]))
 
 
 def names(samples: Sequence[Sample], arrays: Arrays) -> list[str]:

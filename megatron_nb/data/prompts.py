@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_nb.data.turns import Template
-from megatron_nb.records import Conversation
+from megatron_nb.records import Conversation, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Prompt:
-    """A conversation up to the turn to be sampled, and its tokens."""
-
-    conversation: Conversation
-    ids: list[int]  # after template and tools, with the generation header
 
 
 def prompt_ids(conversation: Conversation, template: Template) -> list[int]:

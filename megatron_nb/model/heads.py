@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from nb_kernels.linear_logprob import linear_logprob
+
+from megatron_nb.records import Batch
 
 IGNORE = -100
 
@@ -48,4 +52,16 @@ def logprob_head(*, hidden_states, output_layer, output_weight, context: Logprob
         entropy=context.entropy,
         coefficient=context.coefficient,
         implementation=config.kernels,
+    )
+
+
+def head_for(loss: Any, batch: Batch, vocab_size: int) -> tuple[Callable, Any]:
+    """(head, its request): what GPTModel shall do with its last hidden states for this loss, which names its `output`."""
+    assert loss.output == "logprob", f"{type(loss).__name__}.output={loss.output!r} is no head"
+    return logprob_head, LogprobRequest(
+        torch.where(batch.loss_weight != 0, batch.targets, IGNORE),
+        vocab_size,
+        coefficient=loss.coefficient(batch) if torch.is_grad_enabled() else None,
+        temperature=loss.temperature,
+        entropy=loss.entropy,
     )

@@ -1,7 +1,7 @@
 """The update: packs -> megatron-core's schedule -> gradients -> optimizer. Blind to the algorithm: the loss is an argument.
 
-Every rank of a model copy passes the same whole packs; the split over context ranks happens here. A loss object has
-`temperature`, `entropy`, `coefficient(batch)` and `__call__(logprob, batch) -> (sum, integer count, metrics)`.
+Every rank of a model copy passes the same whole packs; the split over context ranks happens here. A loss object says what
+it wants of the model (see losses/) and is called as `loss(output, batch) -> (sum, integer count, metrics)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_nb.model.attention import bounds
-from megatron_nb.model.heads import IGNORE, LogprobRequest, logprob_head
+from megatron_nb.model.heads import head_for
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel.context import split
 from megatron_nb.parallel.topology import Topology
@@ -67,25 +67,18 @@ class Trainer:
     def _forward(self, loss: Any, found: list, iterator, chunk):
         """Forward of one micro-batch on one chunk; core calls the returned function on the last stage only."""
         batch: Batch = next(iterator)
-        targets = torch.where(batch.loss_weight != 0, batch.targets, IGNORE)
-        request = LogprobRequest(
-            targets,
-            self.vocab_size,
-            coefficient=loss.coefficient(batch) if torch.is_grad_enabled() else None,
-            temperature=loss.temperature,
-            entropy=loss.entropy,
-        )
+        head, request = head_for(loss, batch, self.vocab_size)
         output = chunk(
             batch.ids[None], None, None,
             labels=batch.targets[None], packed_seq_params=bounds(batch),
-            output_processor=logprob_head, output_processor_context=request,
+            output_processor=head, output_processor_context=request,
         )  # fmt: skip
 
-        def reduce(logprob):
-            result = loss(logprob, batch)
+        def reduce(values):
+            result = loss(values, batch)
             check_loss_result(result)
             total, count, metrics = result
-            found.append((batch, total.detach(), count, metrics, logprob))
+            found.append((batch, total.detach(), count, metrics, values))
             return total, torch.tensor(count, dtype=torch.int, device=total.device), metrics
 
         return output, reduce

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_nb.data.packing import pack
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig

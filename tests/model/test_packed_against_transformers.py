@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_nb.data.packing import pack
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.records import Sample
 
 LENGTHS = [9, 1, 40, 14]

@@ -167,7 +167,7 @@ def test_weight_decay_spares_norms_and_biases(ranks, layout):
 def _poisoned_update(parallel: dict, poison: float):
     import torch.distributed as dist
 
-    from megatron_nb.losses import NextToken
+    from megatron_nb.losses.next_token import NextToken
     from megatron_nb.training.optimizer import update
     from tests.training import tiny
 
@@ -197,7 +197,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_update_on_all(ranks
 
 # ---------------------------------------------------------------------- norms and the update itself
 def _layer_norms(model: dict, parallel: dict):
-    from megatron_nb.losses import NextToken
+    from megatron_nb.losses.next_token import NextToken
     from megatron_nb.training.optimizer import update
     from tests.training import tiny
 
@@ -219,7 +219,7 @@ def test_layer_norms_are_those_of_the_whole_model(ranks, layout, model):
 
 
 def _guarded_step(clip: float):
-    from megatron_nb.losses import NextToken
+    from megatron_nb.losses.next_token import NextToken
     from megatron_nb.training.optimizer import update
     from tests.training import tiny
 
@@ -231,7 +231,7 @@ def _guarded_step(clip: float):
 
 
 def _core_step(clip: float):
-    from megatron_nb.losses import NextToken
+    from megatron_nb.losses.next_token import NextToken
     from tests.training import tiny
 
     trainer = tiny.trainer({}, {}, {"clip_grad": clip})

@@ -42,7 +42,7 @@ def test_trap_is_refused_before_the_first_step(trap):
 
 
 def _two_values(model: dict):
-    from megatron_nb.losses import NextToken
+    from megatron_nb.losses.next_token import NextToken
     from tests.training import tiny
 
     class TwoValues(NextToken):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nb.losses import NextToken
+from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.model.sharding import cut_dimension, named_parameters, unshard

@@ -1,8 +1,4 @@
-"""Losses: each returns (sum, count, metrics); the division by the global count happens once, in the trainer.
-
-A gradient then depends neither on data, context or tensor ranks, nor on micro-batches, nor on packing. `count` is an
-integer held by context rank 0; fractions live in loss_weight.
-"""
+"""The loss of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,8 +8,9 @@ from megatron_nb.records import Batch
 
 
 class NextToken:
-    """- sum over tokens of weight * log p(target). Supervised fine-tuning."""
+    """- sum over tokens of weight * log p(target)."""
 
+    output = "logprob"
     temperature = 1.0
     entropy = False
 
