@@ -82,7 +82,7 @@ class Engine(Protocol):
         """End a running request with Stop.ABORT; nothing when it is not running."""
 
     def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
-        """Collective. `main()`'s result on leaders, None on the other ranks; an exception on a leader is raised on every rank."""
+        """Collective. `main()`'s result on leaders, None elsewhere; an exception on a leader is raised on every rank."""
 
     def start(self, main: Callable[[], Awaitable[T]]) -> Future[T] | None:
         """Like `run` without waiting: generation goes on while the ranks train. ValueError where the engine cannot."""
