@@ -156,7 +156,6 @@ def _preference(row: dict[str, Any], where: str, source: str) -> Preference:
                 where,
                 f"after the {shared} messages that both sides share, {key} goes on with {', '.join(rest)}",
                 "the sides differ in their last assistant turn only",
-                REMEDY,
             )
     answers = [_answer(side.messages.pop(), key, where) for key, side in (("chosen", chosen), ("rejected", rejected))]
     return Preference(_asked(chosen, where), *answers, _is_tie(row, where))
