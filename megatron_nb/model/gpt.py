@@ -162,7 +162,7 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> list[GPTModel]:
         )
         chunk.rotary_pos_emb.__class__ = PackRotary
         chunk.rotary_pos_emb.inv_freq = config.inverse_frequencies.clone()
-        chunk.true_vocab_size = model.vocab_size
+        chunk.settings = model, parallel  # what trainer and export need to know of the live model
         chunks.append(chunk if ON_CPU else chunk.cuda(torch.cuda.current_device()))
     return chunks
 

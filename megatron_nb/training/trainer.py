@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_nb.model.attention import bounds
 from megatron_nb.model.heads import head_for
+from megatron_nb.model.hf import LiveWeights
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel.context import split
 from megatron_nb.parallel.topology import Topology
@@ -51,6 +52,17 @@ def check_loss_result(result: Any) -> None:
         raise ValueError(f"a loss must return an integer count, found {result[1]!r}: fractions belong into loss_weight")
 
 
+def culprits(batch: Batch, output: Any) -> list[str]:
+    """Samples with a trained token whose output [t] is not finite; all samples of the pack when that does not tell."""
+    values = output[0] if isinstance(output, tuple) else output
+    if values.shape == batch.loss_weight.shape:
+        at = batch.index[(batch.loss_weight != 0) & ~values.isfinite()]
+        documents = torch.searchsorted(batch.cu_seqlens, at, right=True) - 1
+        if len(documents):
+            return [batch.sample_ids[d] for d in documents.unique().tolist()]
+    return batch.sample_ids
+
+
 class Trainer:
     """Owns the model chunks of this rank and their optimizer."""
 
@@ -61,13 +73,13 @@ class Trainer:
         self.chunks, self.optimizer, self.scheduler = optimize(
             chunks, config, num_steps=num_steps, distributed_optimizer=distributed_optimizer
         )
-        self.vocab_size = bare(self.chunks[0]).true_vocab_size
+        self.model, self.parallel = bare(self.chunks[0]).settings
 
     # ------------------------------------------------------------------ one pass over packs
     def _forward(self, loss: Any, found: list, iterator, chunk):
         """Forward of one micro-batch on one chunk; core calls the returned function on the last stage only."""
         batch: Batch = next(iterator)
-        head, request = head_for(loss, batch, self.vocab_size)
+        head, request = head_for(loss, batch, self.model.vocab_size)
         output = chunk(
             batch.ids[None], None, None,
             labels=batch.targets[None], packed_seq_params=bounds(batch),
@@ -144,7 +156,8 @@ class Trainer:
         means = {name: value / divisor for name, value in metrics.items()}
         done = update(self.optimizer, self.scheduler, self.chunks, layer_norms) if finite else None
         if done is None or not done.applied:
-            named = self._everywhere([i for batch, value, *_ in found if not torch.isfinite(value) for i in batch.sample_ids])
+            broken = [finding for finding in found if not torch.isfinite(finding[1])]
+            named = self._everywhere([i for batch, *_, output in broken for i in culprits(batch, output)])
             return StepResult(
                 total / divisor, count, means, float("nan"), lr, skipped=named or self._everywhere(self._samples(packs))
             )
@@ -159,6 +172,11 @@ class Trainer:
         gathered: list = [None] * self.topology.world
         dist.all_gather_object(gathered, named)
         return sorted({i for part in gathered for i in part if i})
+
+    def weights(self) -> LiveWeights:
+        """The weights after the last update, for an engine or an export; they follow later updates."""
+        sync_parameters(self.chunks)
+        return LiveWeights([bare(chunk) for chunk in self.chunks], self.model)
 
     def _ready_for_reading(self) -> None:
         sync_parameters(self.chunks)
