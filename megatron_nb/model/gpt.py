@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_nb.model.attention import Norm, PackAttention, PackRotary, SwiGlu, inverse_frequencies
+from megatron_nb.model.heads import ScoreHead
 
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel announces HybridModel
 
@@ -155,7 +156,7 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> list[GPTModel]:
             model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=model.tied_embeddings,
+            share_embeddings_and_output_weights=model.tied_embeddings and model.head == "vocabulary",
             position_embedding_type="rope",
             rotary_base=model.rope_theta,
             vp_stage=vp_stage,
@@ -163,13 +164,17 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> list[GPTModel]:
         chunk.rotary_pos_emb.__class__ = PackRotary
         chunk.rotary_pos_emb.inv_freq = config.inverse_frequencies.clone()
         chunk.settings = model, parallel  # what trainer and export need to know of the live model
+        if model.head == "score" and chunk.post_process:  # the vocabulary's output layer is freed before anything is trained
+            chunk.output_layer = ScoreHead(model.hidden_size, config.params_dtype, chunk.output_layer.tp_group)
         chunks.append(chunk if ON_CPU else chunk.cuda(torch.cuda.current_device()))
     return chunks
 
 
 @torch.no_grad()
-def initialize_weights(chunks: list[GPTModel], model: ModelConfig, seed: int, std: float = 0.02) -> None:
-    """Draw fresh weights, each from a generator seeded by (seed, name): equal at every topology.
+def initialize_weights(
+    chunks: list[GPTModel], model: ModelConfig, seed: int, std: float = 0.02, only: str | None = None
+) -> None:
+    """Draw fresh weights (`only` this one), each from a generator seeded by (seed, name): equal at every topology.
 
     Normal with `std`; projections back into the residual stream by std / sqrt(2 * layers) (GPT-2); norms 1, biases 0,
     padding rows of the vocabulary 0.
@@ -177,6 +182,8 @@ def initialize_weights(chunks: list[GPTModel], model: ModelConfig, seed: int, st
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(chunks):
+        if only not in (None, name):
+            continue
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue

@@ -6,6 +6,7 @@ of which whole tensor each of its parameters is, and model/hf_names.py says wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ from megatron_nb.model.gpt import DTYPES  # which installs the CPU layer before 
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.hf_files import HfFolder
 from megatron_nb.model.hf_names import BY_KEY, Entry, hf_shapes, tensors_of
-from megatron_nb.model.shape import ModelConfig, differences
+from megatron_nb.model.shape import ModelConfig, differences, hand_over
 from megatron_nb.model.sharding import bare
 
 # isort: split
@@ -40,6 +41,8 @@ class Box(NamedTuple):
 
 class Source(Protocol):
     """Where whole tensors can be read box by box: a Hugging Face folder or a checkpoint."""
+
+    config: ModelConfig  # of what is stored
 
     def fill(self, box: Box) -> None:
         """Write the box's values into box.tensor, whatever its dtype and device; padding rows become 0."""
@@ -133,21 +136,23 @@ def _box(sharded: ShardedTensor, config: ModelConfig) -> Box:
 
 @torch.no_grad()
 def load_weights(source: Source, modules: Iterable[torch.nn.Module], config: ModelConfig) -> None:
-    """Fill live modules from a source; every rank reads only what it holds."""
+    """Fill live modules from a source; every rank reads only what it holds. What the source has not keeps its values."""
     for box in local_boxes(modules, config):
-        source.fill(box)
+        if box.entry.when(source.config):
+            source.fill(box)
 
 
 def load_hf(folder: str | Path, modules: Iterable[torch.nn.Module], config: ModelConfig) -> None:
     """Load a Hugging Face folder into live modules cut over tensor and pipeline ranks; values are cast to the modules' dtype.
 
-    Raises ValueError when the folder holds another model than `config`, and naming tensors that are
-    missing, unexpected or of the wrong shape.
+    A score head that the folder lacks keeps its values. Raises ValueError when the folder holds another model than
+    `config`, and naming tensors that are missing, unexpected or of the wrong shape.
     """
-    wrong = differences(config_from_hf(folder, config.dtype), config)
+    theirs = config_from_hf(folder, config.dtype)
+    wrong = differences(theirs, config, hand_over(config))
     if wrong:
         raise ValueError(f"{folder} holds another model ({'; '.join(wrong)}): use its model settings, or another folder")
-    load_weights(HfSource(folder, config, cast=True), modules, config)
+    load_weights(HfSource(folder, replace(config, head=theirs.head), cast=True), modules, config)
 
 
 class WeightSource(Protocol):

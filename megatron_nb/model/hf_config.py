@@ -18,19 +18,20 @@ DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Family:
-    """A Hugging Face architecture, what sets it apart here, and its defaults for keys that config.json may leave out."""
+    """A family of Hugging Face architectures, what sets it apart here, and its defaults for keys that may be left out."""
 
-    architecture: str
+    name: str
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "llama": Family("Llama"),
+    "qwen2": Family("Qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3", qk_norm=True, head_dim=128),
 }
+ENDINGS = {"vocabulary": "ForCausalLM", "score": "ForSequenceClassification"}  # of an architecture's name, by our head
 MUST_BE = {  # key: (the only value that can be represented, what it would mean)
     "hidden_act": ("silu", "the MLP is SwiGLU"),
     "attention_bias": (False, "a bias on o_proj has no place in this model"),
@@ -60,7 +61,7 @@ def config_from_hf(folder: str | Path, dtype: str | None = None) -> ModelConfig:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a Hugging Face model folder has config.json beside its weights")
     raw = read_json(path)
-    family = _family(path, raw)
+    family, head = _family(path, raw)
     for key, (value, why) in MUST_BE.items():
         _refuse(path, key, raw.get(key, value), value, why)
     if raw.get("use_sliding_window", False) and raw.get("sliding_window") is not None:
@@ -85,6 +86,7 @@ def config_from_hf(folder: str | Path, dtype: str | None = None) -> ModelConfig:
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        head=head,
         dtype=dtype or _dtype(path, raw),
     )
 
@@ -104,7 +106,7 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any] | None = None) -> d
     result = dict(origin or {})
     dtype = DTYPE_NAMES[config.dtype]
     result.update(
-        architectures=[FAMILIES[model_type].architecture],
+        architectures=[FAMILIES[model_type].name + ENDINGS[config.head]],
         model_type=model_type,
         hidden_act="silu",
         num_hidden_layers=config.num_layers,
@@ -121,19 +123,33 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any] | None = None) -> d
         tie_word_embeddings=config.tied_embeddings,
         **{key: dtype for key in ("dtype", "torch_dtype") if key in result or (key == "dtype" and "torch_dtype" not in result)},
     )
+    if config.head == "score" and _labels(result) != 1:
+        result.update(id2label={"0": "SCORE"}, label2id={"SCORE": 0})  # transformers counts its labels by these
     if config.rope_scaling or "rope_scaling" in result:
         result["rope_scaling"] = config.rope_scaling
     return result
 
 
-def _family(path: Path, raw: dict[str, Any]) -> Family:
+def _labels(raw: dict[str, Any]) -> int:
+    return len(raw["id2label"]) if raw.get("id2label") else raw.get("num_labels", 2)
+
+
+def _family(path: Path, raw: dict[str, Any]) -> tuple[Family, str]:
+    """(family, head)."""
     found = raw.get("model_type")
     if found not in FAMILIES:
         raise ValueError(f"{path}: model_type={found!r} cannot be represented; known are {', '.join(FAMILIES)}")
     family = FAMILIES[found]
-    for architecture in raw.get("architectures") or []:
-        _refuse(path, "architectures", architecture, family.architecture, "only language models with this head are converted")
-    return family
+    heads = {family.name + ending: head for head, ending in ENDINGS.items()}
+    named = raw.get("architectures") or [family.name + ENDINGS["vocabulary"]]
+    if len(named) != 1 or named[0] not in heads:
+        raise ValueError(
+            f"{path}: architectures={named} cannot be represented, only {' or '.join(heads)}; use another checkpoint"
+        )
+    head = heads[named[0]]
+    if head == "score":
+        _refuse(path, "number of labels", _labels(raw), 1, "a reward model has one score")
+    return family, head
 
 
 def _refuse(path: Path, key: str, found: Any, allowed: Any, why: str) -> None:

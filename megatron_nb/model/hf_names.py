@@ -129,7 +129,8 @@ TABLE = (
     Entry(f"{_L}mlp.linear_fc1.weight", (f"{_T}mlp.gate_proj.weight", f"{_T}mlp.up_proj.weight"), _gate_up, _hidden),
     Entry(f"{_L}mlp.linear_fc2.weight", (f"{_T}mlp.down_proj.weight",), _one(_hidden), _mlp),
     Entry("decoder.final_layernorm.weight", ("model.norm.weight",), _one(_hidden)),
-    Entry("output_layer.weight", ("lm_head.weight",), _VOCABULARY, _hidden, when=lambda c: not c.tied_embeddings),
+    Entry("output_layer.weight", ("lm_head.weight",), _VOCABULARY, _hidden, when=lambda c: c.vocabulary_head),
+    Entry("score.weight", ("score.weight",), _one(lambda c: 1), _hidden, when=lambda c: c.head == "score"),
 )
 BY_KEY = {entry.key: entry for entry in TABLE}
 

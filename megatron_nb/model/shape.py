@@ -30,6 +30,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     qkv_bias: bool = False  # Qwen2, Qwen2.5
     qk_norm: bool = False  # Qwen3
+    head: str = "vocabulary"  # vocabulary | score: one number per document, of a reward model
     dtype: str = "bf16"  # bf16 | fp32
     backend: str = "local"  # local | te: whose linear and norm modules
     kernels: str = "auto"  # auto (triton on CUDA, torch elsewhere) | torch | triton: attention, norms, rotary, SwiGLU, loss
@@ -49,7 +50,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         if self.norm_epsilon <= 0 or self.rope_theta <= 0:
             raise ValueError(f"model.norm_epsilon={self.norm_epsilon} and rope_theta={self.rope_theta} must be positive")
-        choices_of = {"dtype": ("bf16", "fp32"), "backend": ("local", "te"), "kernels": ("auto", "torch", "triton")}
+        choices_of = {"dtype": ("bf16", "fp32"), "backend": ("local", "te"), "kernels": ("auto", "torch", "triton"),
+                      "head": ("vocabulary", "score")}  # fmt: skip
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"model.{name}={getattr(self, name)!r} must be one of {', '.join(choices)}")
@@ -86,6 +88,11 @@ class ModelConfig:
         return -(-self.vocab_size // block) * block
 
     @property
+    def vocabulary_head(self) -> bool:
+        """Whether there is an output table [V, H] of its own."""
+        return self.head == "vocabulary" and not self.tied_embeddings
+
+    @property
     def layer_matmul_parameters(self) -> int:
         """Weights of one layer that a token is multiplied with."""
         attention = (2 * self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim * self.hidden_size
@@ -99,7 +106,7 @@ class ModelConfig:
             vectors += (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim
         if self.qk_norm:
             vectors += 2 * self.head_dim
-        tables = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        tables = self.vocab_size * self.hidden_size * (1 + self.vocabulary_head) + self.hidden_size * (self.head == "score")
         return tables + self.num_layers * (self.layer_matmul_parameters + vectors) + self.hidden_size
 
     def train_flops(self, tokens: int, squared_lengths: int) -> float:
@@ -109,7 +116,8 @@ class ModelConfig:
         pairs it needs, len^2 / 2. Recomputation is not counted. A multiply-add is two operations, the backward pass twice
         the forward.
         """
-        weights = self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size
+        head = self.vocab_size * self.hidden_size if self.head == "vocabulary" else 0  # a score is one row per document
+        weights = self.num_layers * self.layer_matmul_parameters + head
         pairs = self.num_layers * self.num_attention_heads * self.head_dim * squared_lengths / 2
         return 6.0 * weights * tokens + 12.0 * pairs
 
@@ -120,6 +128,11 @@ class ModelConfig:
 
 # what a stage may set anew when it takes over weights
 HAND_OVER = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings", "dtype", "backend", "kernels"})
+
+
+def hand_over(ours: ModelConfig) -> frozenset[str]:
+    """Fields in which the model that `ours` begins from may differ: a score head can be put onto a language model."""
+    return HAND_OVER | {"head"} if ours.head == "score" else HAND_OVER
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, may_differ: frozenset[str] = HAND_OVER) -> list[str]:

@@ -24,6 +24,8 @@ def global_name(module: Module, name: str) -> str:
         parts[2] = str(module.decoder.layers[int(parts[2])].layer_number - 1)
     if name == "output_layer.weight" and module.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # the last pipeline stage's copy of a tied table
+    if name == "output_layer.weight" and hasattr(module.output_layer, "scores"):
+        return "score.weight"
     return ".".join(parts)
 
 

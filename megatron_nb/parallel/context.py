@@ -47,6 +47,29 @@ def split(batch: Batch, size: int, rank: int) -> Batch:
     )
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the group's ranks, differentiable: a rank's part gets the gradients that all ranks have of the sum.
+
+    So a loss that one rank alone contributes reaches the parts of all. Every rank must take part in the backward pass.
+    """
+    return tensor if group.size() == 1 else _Sum.apply(tensor, group)
+
+
 def _exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[dist.Work]]:
     """Start sending `tensor` to the next rank of the ring and receiving its twin from the previous one."""
     size, rank = group.size(), group.rank()

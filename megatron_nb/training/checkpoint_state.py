@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron_nb.model.shape import HAND_OVER, ModelConfig, differences
+from megatron_nb.model.shape import ModelConfig, differences, hand_over
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel import topology  # installs the CPU layer before core is used
 
@@ -219,7 +219,7 @@ def load_weights(path: str | Path, chunks: list, model: ModelConfig, fresh: tupl
     folder = from_first_rank(partial(resolve, path))  # a run may grow: all ranks must take the same step
     if folder is None:
         raise ValueError(f"{path} is no checkpoint of ours: a Hugging Face folder is read by model/hf.py")
-    refuse_other_model(folder, dataclasses.asdict(model), HAND_OVER)
+    refuse_other_model(folder, dataclasses.asdict(model), hand_over(model))
     if (folder / FILES).is_file():  # an import from Hugging Face has none
         check_together(folder)
 

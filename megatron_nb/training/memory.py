@@ -41,7 +41,7 @@ def stage_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
     """Parameters of the fullest pipeline rank: its layers, and the embedding or the head where it stands."""
     layers = model.num_layers / parallel.pipeline * model.layer_matmul_parameters / parallel.tensor
     tables = model.padded_vocab(parallel.tensor) * model.hidden_size / parallel.tensor
-    if parallel.pipeline == 1 and not model.tied_embeddings:
+    if parallel.pipeline == 1 and model.vocabulary_head:
         tables *= 2
     return layers + tables + 2 * model.hidden_size * model.num_layers / parallel.pipeline
 
@@ -90,6 +90,8 @@ def plan(model: ModelConfig, parallel: ParallelConfig, world: int, pack_length: 
     head = model.padded_vocab(parallel.tensor) / parallel.tensor * model.hidden_size * 4  # its gradient before it is added
     chunk = b * min(t, LOSS_CHUNK[0]) * min(model.vocab_size, LOSS_CHUNK[1])
     loss = t * model.hidden_size * (b + 4 + b) + t * 32 + chunk + head
+    if model.head == "score":
+        loss = t * model.hidden_size * b  # the hidden states' gradient, of which only the documents' last rows are not zero
     q = model.num_attention_heads * model.head_dim / parallel.tensor
     kv = model.num_query_groups * model.head_dim / parallel.tensor
     # backward: keys and values here and arriving, their gradients here, own and arriving in fp32, dq in fp32

@@ -11,7 +11,7 @@ import yaml
 from megatron_nb.model.gpt import initialize_weights
 from megatron_nb.model.hf import load_hf
 from megatron_nb.model.hf_config import config_from_hf
-from megatron_nb.model.shape import ModelConfig, differences
+from megatron_nb.model.shape import ModelConfig, differences, hand_over
 from megatron_nb.training.checkpoint_folder import resolve
 from megatron_nb.training.checkpoint_state import load_weights
 
@@ -24,6 +24,7 @@ class Origin:
 
     hf_folder: Path | None  # tokenizer, templates and configurations; the weights too when step_folder is None
     step_folder: Path | None
+    model: ModelConfig | None = None  # as it was saved there
 
 
 def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
@@ -33,11 +34,12 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
     step = resolve(init_from)
     if step is None:
         folder = Path(init_from)
-        theirs, origin = config_from_hf(folder), Origin(folder, None)
+        theirs = config_from_hf(folder)
+        origin = Origin(folder, None, theirs)
     else:
-        folder, origin = step, Origin(step / "hf", step)
         theirs = ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
-    different = differences(theirs, model)
+        folder, origin = step, Origin(step / "hf", step, theirs)
+    different = differences(theirs, model, hand_over(model))
     if different:
         raise ValueError(f"init_from={folder} holds another model ({'; '.join(different)}): choose its model= settings")
     return origin
@@ -45,8 +47,12 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
 
 def load_start(origin: Origin, chunks: list, model: ModelConfig, seed: int) -> None:
     """Weights of `origin` into the chunks of this rank. Before `optimize`, which copies them."""
+    new_head = origin.model is not None and origin.model.head != model.head
+    if new_head:
+        log.info("the score head is drawn anew with seed %d: init_from is a language model, whose own head is left out", seed)
+        initialize_weights(chunks, model, seed, only="score.weight")
     if origin.step_folder is not None:
-        load_weights(origin.step_folder, chunks, model)
+        load_weights(origin.step_folder, chunks, model, fresh=("output_layer",) if new_head else ())
     elif origin.hf_folder is not None:
         load_hf(origin.hf_folder, chunks, model)
     else:
