@@ -1,0 +1,368 @@
+"""Rollouts by megatron-core's dynamic engine in the training processes: continuous batching over a paged cache.
+
+The engine's model has its own process groups: `tensor` neighbouring ranks are a replica, whatever the trainer's layout.
+The first rank of a replica leads: its asyncio loop runs the caller's coroutine and, between its turns, the steps. Before each
+step it tells the other ranks of its replica what came in, so that all of them schedule alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import pickle
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_nb.model.hf import WeightSource
+from megatron_nb.model.shape import ModelConfig
+from megatron_nb.parallel.topology import ON_CPU, Topology
+from megatron_nb.rollout.engine import Completion, Request, Stop
+from megatron_nb.rollout.native_attention import FLASH, RolloutContext
+from megatron_nb.rollout.native_sampling import Sampler, Stream
+from megatron_nb.rollout.native_weights import WeightSync, build_rollout, rollout_groups
+
+# isort: split
+import torch.distributed as dist
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+HEARTBEAT_S = 60.0  # an idle leader speaks this often, so that no rank of its replica waits into a time-out
+PATIENCE = timedelta(hours=12)  # for which a replica that is done waits for the others; a dead one shows at once
+
+
+@dataclass
+class NativeConfig:
+    """How rollouts are laid out over the ranks and what they may use."""
+
+    tensor: int = 1  # ranks of one replica; the world's other ranks are further replicas
+    max_concurrency: int = 64  # requests of a replica that run at once; more wait their turn
+    kv_cache_gb: float = 4.0  # of keys and values on each rank
+    block_size: int = 256  # tokens of a cache block, the unit in which prefixes are shared; flash-attn wants multiples of 256
+    prefix_caching: bool = True  # prompts that begin alike are read once, until the next weights
+    max_sequence_length: int | None = None  # prompt and completion; None: the model's positions
+    step_tokens: int = 8192  # read or sampled in one step by a replica; longer prompts are read in chunks
+    cuda_graphs: bool = False  # capture the decoding step (GPU only)
+
+    def __post_init__(self):
+        for name in ("tensor", "max_concurrency", "block_size", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}={getattr(self, name)} must be at least 1")
+        if self.kv_cache_gb <= 0:
+            raise ValueError(f"engine.kv_cache_gb={self.kv_cache_gb} must be positive")
+        if self.max_sequence_length is not None and self.max_sequence_length < 2:
+            raise ValueError(f"engine.max_sequence_length={self.max_sequence_length} must be at least 2: a prompt and an answer")
+        if self.step_tokens < self.max_concurrency:
+            raise ValueError(
+                f"engine.step_tokens={self.step_tokens} must be at least max_concurrency={self.max_concurrency}: "
+                "every running request takes one token a step"
+            )
+        if self.max_concurrency % self.tensor:
+            raise ValueError(
+                f"engine.max_concurrency={self.max_concurrency} must be a multiple of engine.tensor={self.tensor}"
+            )
+
+
+def _check(config: NativeConfig, model: ModelConfig, world: int, padded_vocab: int) -> None:
+    tensor = config.tensor
+    if world % tensor:
+        raise ValueError(f"engine.tensor={tensor} must divide the {world} processes: every replica has equally many ranks")
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if getattr(model, name) % tensor:
+            raise ValueError(f"engine.tensor={tensor} must divide model.{name}={getattr(model, name)}")
+    if padded_vocab % tensor:
+        raise ValueError(f"engine.tensor={tensor} must divide the trainer's padded vocabulary of {padded_vocab} rows")
+    if getattr(model, "head", "vocabulary") != "vocabulary":
+        raise ValueError(f"model.head={model.head!r} cannot be sampled from: an engine needs head=vocabulary")
+    longest = config.max_sequence_length or model.max_position_embeddings
+    if longest > model.max_position_embeddings:
+        raise ValueError(
+            f"engine.max_sequence_length={longest} must be at most model.max_position_embeddings={model.max_position_embeddings}"
+        )
+    if config.cuda_graphs and ON_CPU:
+        raise ValueError("engine.cuda_graphs=true needs a GPU: there is none here")
+    if FLASH and config.block_size % 256:
+        raise ValueError(f"engine.block_size={config.block_size} must be a multiple of 256 for flash-attn's paged cache")
+
+
+class NativeEngine:
+    """An Engine (see engine.py). Colocated: it samples while the trainer stands still."""
+
+    def __init__(self, config: NativeConfig, model: ModelConfig, topology: Topology):
+        """Collective. ValueError when the layout or the budget cannot be."""
+        padded_vocab = model.padded_vocab(topology.tensor_size)
+        _check(config, model, topology.world, padded_vocab)
+        self.config, self.model, self.topology, self.version = config, model, topology, -1
+        self.replica, self.replicas = topology.rank // config.tensor, topology.world // config.tensor
+        self.leads = topology.rank % config.tensor == 0
+        self.longest = config.max_sequence_length or model.max_position_embeddings
+        groups = rollout_groups(topology.world, config.tensor)
+        self._world = dist.new_group(backend="gloo", timeout=PATIENCE)
+        commands = [
+            dist.new_group(range(first, first + config.tensor), backend="gloo", timeout=PATIENCE)
+            for first in range(0, topology.world, config.tensor)
+        ]
+        self._commands = commands[self.replica]
+        module = build_rollout(model, config.tensor, padded_vocab, groups, config.cuda_graphs)
+        self._take = WeightSync(module, self._world)
+        context = RolloutContext(module.config, self._inference_config(groups, module.config.params_dtype.itemsize))
+        context.kernels = model.kernels
+        wrapped = GPTInferenceWrapper(module, context)
+        wrapped.prep_model_for_inference()
+        self.sampler = Sampler(wrapped, model.vocab_size, groups.tp)
+        self.core = DynamicInferenceEngine(self.sampler, context)
+        InferenceMode.unset_active()
+        self._loop = self.core._loop = asyncio.new_event_loop()
+        self._numbers = 0  # of requests ever run by this replica
+        self._main: asyncio.Task | None = None
+        self._new: list[Request] = []
+        self._aborts: list[str] = []
+        self._waiting: dict[str, asyncio.Future] = {}  # completions that coroutines on this leader wait for
+        self._wake_up = asyncio.Event()
+
+    def _inference_config(self, groups, itemsize: int) -> InferenceConfig:
+        config, model = self.config, self.model
+        block_bytes = 2 * itemsize * model.num_layers * config.block_size * model.num_query_groups * model.head_dim
+        self.blocks = int(config.kv_cache_gb * 2**30) // (block_bytes // config.tensor) - 1  # core keeps one for padding
+        if self.blocks < 1:
+            raise ValueError(
+                f"engine.kv_cache_gb={config.kv_cache_gb} holds no block of {config.block_size} tokens, and one more is kept "
+                f"for padding: give at least {2 * block_bytes / config.tensor / 2**30:.3g}, or a smaller engine.block_size"
+            )
+        return InferenceConfig(
+            block_size_tokens=config.block_size,
+            buffer_size_gb=config.kv_cache_gb,
+            max_requests=config.max_concurrency,
+            max_tokens=config.step_tokens,
+            max_sequence_length=self.longest,
+            kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE,  # to sleep is to free
+            num_cuda_graphs=16 if config.cuda_graphs else None,
+            use_cuda_graphs_for_non_decode_steps=False,
+            pg_collection=groups,
+            materialize_only_last_token_logits=True,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=config.prefix_caching,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
+        )
+
+    # ------------------------------------------------------------------ what coroutines call
+    def _refuse(self, request: Request) -> None:
+        """ValueError for a request that can never be served."""
+        name, prompt, sampling = request.request_id, len(request.ids), request.sampling
+        if not prompt:
+            raise ValueError(f"request {name!r} has no ids: at least one token must be given")
+        wrong = [i for i in request.ids if not 0 <= i < self.model.vocab_size]
+        if wrong:
+            raise ValueError(f"request {name!r} holds id {wrong[0]}, outside the vocabulary of {self.model.vocab_size}")
+        total = prompt + sampling.max_tokens
+        if total > self.longest:
+            raise ValueError(
+                f"request {name!r}: prompt {prompt} + max_tokens {sampling.max_tokens} = {total} must be at most "
+                f"max_sequence_length={self.longest}: ask for fewer tokens"
+            )
+        if math.ceil(total / self.config.block_size) > self.blocks:
+            raise ValueError(
+                f"request {name!r}: {total} tokens do not fit into the cache of {self.blocks} blocks of "
+                f"{self.config.block_size}: raise engine.kv_cache_gb"
+            )
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one stream. ValueError for a request that can never be served, or whose id is running already."""
+        if self._main is None:
+            raise ValueError("generate must be awaited within run(main), on a rank that leads a replica")
+        self._refuse(request)
+        if request.request_id in self._waiting:
+            raise ValueError(f"request {request.request_id!r} is running already: give every request its own id")
+        future = self._waiting[request.request_id] = self._loop.create_future()
+        self._new.append(request)
+        self._wake_up.set()
+        try:
+            return await future
+        finally:
+            del self._waiting[request.request_id]
+            if future.cancelled():
+                await self.abort(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request with Stop.ABORT; nothing when it is not running."""
+        self._aborts.append(request_id)
+        self._wake_up.set()
+
+    # ------------------------------------------------------------------ the loop
+    def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
+        """Collective. `main()`'s result on leaders, None elsewhere; an exception on a leader is raised on every rank."""
+        if self.version < 0:
+            raise ValueError("the engine has no weights yet: call load_weights first")
+        self.wake()
+        InferenceMode.set_active()
+        result, error = None, None
+        try:
+            if self.leads:
+                result, error = self._loop.run_until_complete(self._lead(main))
+            else:
+                self._follow()
+        finally:
+            InferenceMode.unset_active()
+            self._drop_requests()
+        errors: list = [None] * self.topology.world
+        dist.all_gather_object(errors, _portable(error), group=self._world)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                other.add_note(f"raised on rank {rank}, which leads a replica")
+                raise other
+        return result
+
+    async def _lead(self, main: Callable[[], Awaitable[T]]) -> tuple[T | None, BaseException | None]:
+        self._wake_up.clear()
+        self._main = task = asyncio.ensure_future(main())
+        task.add_done_callback(lambda _: self._wake_up.set())
+        try:
+            while True:
+                for _ in range(3):  # what a completion sets off may be a new request
+                    await asyncio.sleep(0)
+                if not (task.done() or self._new or self._aborts or self.core.has_unfinished_requests()):
+                    self._wake_up.clear()
+                    try:
+                        await asyncio.wait_for(self._wake_up.wait(), HEARTBEAT_S)
+                    except TimeoutError:
+                        self._tell(([], []))
+                    continue
+                if task.done():
+                    break
+                news = self._new, self._aborts
+                self._new, self._aborts = [], []
+                self._tell(news)
+                await self._step(*news)
+        finally:
+            self._main = None
+            left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for other in left:
+                other.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        self._tell(None)
+        error = asyncio.CancelledError("main was cancelled") if task.cancelled() else task.exception()
+        return (None, error) if error is not None else (task.result(), None)
+
+    def _follow(self) -> None:
+        while (news := self._tell(None)) is not None:
+            self._loop.run_until_complete(self._step(*news))
+
+    def _tell(self, news: Any) -> Any:
+        """The leader's news on every rank of its replica."""
+        if self.config.tensor == 1:
+            return news
+        message = [news]
+        dist.broadcast_object_list(message, group=self._commands, group_src=0)
+        return message[0]
+
+    async def _step(self, new: list[Request], aborts: list[str]) -> None:
+        """Take in requests, sample one token of each running one, hand out what has ended; alike on every rank."""
+        for request in new:
+            self._admit(request)
+        for request_id in aborts:
+            self._end(request_id)
+        if self.core.has_unfinished_requests():
+            result = await self.core.async_step()
+            for record in result["finished_request_records"]:
+                del self.sampler.streams[record.request_id]
+        for stream in self.sampler.ended:
+            waiting = self._waiting.get(stream.request.request_id)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(stream.completion())
+        self.sampler.ended.clear()
+
+    def _admit(self, request: Request) -> None:
+        number, self._numbers = self._numbers, self._numbers + 1
+        inner = DynamicInferenceRequest(
+            request_id=number,
+            prompt="",
+            prompt_tokens=torch.tensor(request.ids),
+            sampling_params=SamplingParams(
+                num_tokens_to_generate=request.sampling.max_tokens, termination_id=-1, skip_prompt_log_probs=True
+            ),
+            block_size_tokens=self.config.block_size,
+            enable_prefix_caching=self.config.prefix_caching,
+        )
+        self.sampler.streams[number] = Stream(request)
+        self.core._add_request(inner)
+        assert inner.status is not Status.FAILED, f"core refused request {request.request_id!r}, which _refuse let pass"
+
+    def _end(self, request_id: str) -> None:
+        for number, stream in list(self.sampler.streams.items()):
+            if stream.request.request_id == request_id and stream.stop is None:
+                stream.stop = Stop.ABORT
+                self.sampler.ended.append(stream)
+                if number in self.core.waiting_request_ids and number != self.core.context.chunked_prefill_request_id:
+                    self.core.waiting_request_ids.remove(number)
+                    del self.core.requests[number], self.sampler.streams[number]
+
+    def _drop_requests(self) -> None:
+        """Forget all requests; cached prefixes stay, as the weights do."""
+        self._new, self._aborts = [], []
+        if self.core.has_unfinished_requests():
+            self.core.reset()
+        self.sampler.streams.clear()
+        self.sampler.ended.clear()
+
+    def start(self, main: Callable[[], Awaitable[T]]) -> Future[T] | None:
+        """ValueError: ranks that train cannot sample at the same time."""
+        raise ValueError("the native engine shares its ranks with the trainer and cannot run beside it: use engine=server")
+
+    # ------------------------------------------------------------------ weights and memory
+    def load_weights(self, source: WeightSource, version: int) -> None:
+        """Collective. Take the weights of source.modules; no cached prefix survives. Wakes."""
+        self._drop_requests()
+        self._take(source.modules)
+        if self.core.context.is_tensor_state_allocated:
+            self.core.reset()  # forgets every cached block
+        self.wake()
+        self.version = self.sampler.version = version
+
+    def sleep(self) -> None:
+        """Collective. Free the cache; the weights stay."""
+        self._drop_requests()
+        self.core.context.deallocate_inference_state_buffers()
+        if self.config.cuda_graphs:
+            delete_cuda_graphs()
+        if not ON_CPU:
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Collective. Undo `sleep`."""
+        if not self.core.context.is_tensor_state_allocated:
+            self.core.context.reinitialize_inference_state_buffers()
+            self.core.reset()
+            if self.config.cuda_graphs:
+                self.core.create_cuda_graphs()
+
+    def close(self) -> None:
+        """Collective. End."""
+        self.sleep()
+        self._loop.run_until_complete(asyncio.sleep(0))  # core schedules notices that nobody waits for
+        self._loop.close()
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """The error in a form that reaches other ranks."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
