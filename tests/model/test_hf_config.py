@@ -77,7 +77,8 @@ def test_llama3_scaling_is_read_from_both_spellings(tmp_path, key):
     "changes, words",
     [
         ({"model_type": "mixtral"}, "model_type='mixtral'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
+        ({"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}, "number of labels=3"),
         ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 8}, "use_sliding"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"attention_bias": True}, "attention_bias=True"),
