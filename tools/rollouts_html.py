@@ -37,7 +37,6 @@ details.answer { margin: .4em 0; padding: .2em .8em; border: 1px solid #ddd; bor
 details.invalid { border-color: #e06c66; } .why { color: #b3261e; font-weight: 600; }
 summary { cursor: pointer; } .facts { color: #667; }
 .words i { font-style: normal; } .words i.t { color: #99a; }
-fieldset { position: sticky; top: 0; background: #fff; border: 1px solid #ddd; z-index: 1; }
 .key i { font-style: normal; padding: 0 .5em; }
 #by-a:checked ~ main .key.ratio, #by-r:checked ~ main .key.adv { display: none; }
 """
