@@ -31,7 +31,10 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 ONLY_IN = {  # package -> the parts or modules that may import it
     "hydra": ["megatron_nb.config"],
     "omegaconf": ["megatron_nb.config"],
-    "megatron.core": ["megatron_nb.parallel", "megatron_nb.model", "megatron_nb.training", "megatron_nb.rollout.native"],
+    "megatron.core": [
+        *("megatron_nb.parallel", "megatron_nb.model", "megatron_nb.training", "megatron_nb.rollout.native"),
+        *(f"megatron_nb.rollout.native_{part}" for part in ("attention", "sampling", "weights")),
+    ],
     **dict.fromkeys(
         ["http", "urllib.request", "requests", "httpx", "aiohttp", "openai"],
         ["megatron_nb.client", "megatron_nb.sandbox.service", "megatron_nb.search.service"],

@@ -64,16 +64,14 @@ class NativeConfig:
         if self.kv_cache_gb <= 0:
             raise ValueError(f"engine.kv_cache_gb={self.kv_cache_gb} must be positive")
         if self.max_sequence_length is not None and self.max_sequence_length < 2:
-            raise ValueError(f"engine.max_sequence_length={self.max_sequence_length} must be at least 2: a prompt and an answer")
+            raise ValueError(f"engine.max_sequence_length={self.max_sequence_length} must be at least 2: prompt and answer")
         if self.step_tokens < self.max_concurrency:
             raise ValueError(
                 f"engine.step_tokens={self.step_tokens} must be at least max_concurrency={self.max_concurrency}: "
                 "every running request takes one token a step"
             )
         if self.max_concurrency % self.tensor:
-            raise ValueError(
-                f"engine.max_concurrency={self.max_concurrency} must be a multiple of engine.tensor={self.tensor}"
-            )
+            raise ValueError(f"engine.max_concurrency={self.max_concurrency} must be a multiple of engine.tensor={self.tensor}")
 
 
 def _check(config: NativeConfig, model: ModelConfig, world: int, padded_vocab: int) -> None:
@@ -90,7 +88,8 @@ def _check(config: NativeConfig, model: ModelConfig, world: int, padded_vocab: i
     longest = config.max_sequence_length or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise ValueError(
-            f"engine.max_sequence_length={longest} must be at most model.max_position_embeddings={model.max_position_embeddings}"
+            f"engine.max_sequence_length={longest} must be at most "
+            f"model.max_position_embeddings={model.max_position_embeddings}"
         )
     if config.cuda_graphs and ON_CPU:
         raise ValueError("engine.cuda_graphs=true needs a GPU: there is none here")

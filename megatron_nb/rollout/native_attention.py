@@ -71,7 +71,7 @@ def cpu_step(positions, written, table, bounds: list[int], lengths: list[int], b
 
 def attention_cpu(q, k_cache, v_cache, step: CpuStep, scale: float):
     """q [T, N, D] against caches [blocks, B, G, D] -> [T, N, D]."""
-    (T, N, D), G = q.shape, k_cache.shape[2]
+    (_, N, D), G = q.shape, k_cache.shape[2]
     k_flat, v_flat = (x.view(-1, G, D) for x in (k_cache, v_cache))
     out = torch.empty_like(q)
     for rows, slots, mask in step.decoding:
@@ -106,10 +106,10 @@ class RolloutAttention(core_attention.SelfAttention):
                 q, k, v, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, is_decode_only,
                 softmax_offset,
             )  # fmt: skip
-        implementation = self.config.kernels
         out = attention_paged(
-            q[:, 0], k, v, block_table, seqlens_k, cu_seqlens_q, scale=scale, longest=max_seqlen_q, implementation=implementation
-        )
+            q[:, 0], k, v, block_table, seqlens_k, cu_seqlens_q,
+            scale=scale, longest=max_seqlen_q, implementation=self.config.kernels,
+        )  # fmt: skip
         return out[:, None]
 
 
@@ -166,7 +166,8 @@ class RolloutContext(DynamicInferenceContext):
 
     def append_key_value_cache(self, layer_number, key, value):
         if not self.step:
-            return super().append_key_value_cache(layer_number, key, value)
+            super().append_key_value_cache(layer_number, key, value)
+            return
         for cache, new in zip(self.memory_buffer[:, self.layer_map[layer_number - 1]], (key, value)):
             cache.view(-1, *cache.shape[2:]).index_copy_(0, self.step.written, new[:, 0])
 

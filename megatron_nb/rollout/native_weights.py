@@ -13,7 +13,7 @@ import torch
 from megatron_nb.model.gpt import _block_spec, core_config  # which installs the CPU layer before core is used
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.model.sharding import bare, named_parameters
-from megatron_nb.parallel.topology import ON_CPU, ParallelConfig, Topology
+from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
 
 # isort: split
 import torch.distributed as dist
@@ -132,6 +132,6 @@ class WeightSync:
             (theirs,) = {p.dtype for _, p in source.named_parameters()}
             (ours,) = {p.dtype for p in self.module.parameters()}
             if theirs != ours:
-                raise ValueError(f"the training weights are {theirs}, the engine's are {ours}: build both from one model section")
+                raise ValueError(f"the training weights are {theirs}, the engine's are {ours}: build both from one model.dtype")
             self.source, self.plan = source, build_local_reshard_plan(source, self.module)
         execute_reshard_plan(self.plan, self.source, self.module, self.copies)
