@@ -18,20 +18,23 @@ DTYPE_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Family:
-    """A family of Hugging Face architectures, what sets it apart here, and its defaults for keys that may be left out."""
+    """A Hugging Face architecture, what sets it apart here, and its defaults for keys that config.json may leave out."""
 
-    name: str
+    architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
 
+    def with_head(self, head: str) -> str:
+        """The architecture with our "vocabulary" or "score" head."""
+        return self.architecture if head == "vocabulary" else self.architecture.replace("CausalLM", "SequenceClassification")
+
 
 FAMILIES = {
-    "llama": Family("Llama"),
-    "qwen2": Family("Qwen2", qkv_bias=True),
-    "qwen3": Family("Qwen3", qk_norm=True, head_dim=128),
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
 }
-ENDINGS = {"vocabulary": "ForCausalLM", "score": "ForSequenceClassification"}  # of an architecture's name, by our head
 MUST_BE = {  # key: (the only value that can be represented, what it would mean)
     "hidden_act": ("silu", "the MLP is SwiGLU"),
     "attention_bias": (False, "a bias on o_proj has no place in this model"),
@@ -106,7 +109,7 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any] | None = None) -> d
     result = dict(origin or {})
     dtype = DTYPE_NAMES[config.dtype]
     result.update(
-        architectures=[FAMILIES[model_type].name + ENDINGS[config.head]],
+        architectures=[FAMILIES[model_type].with_head(config.head)],
         model_type=model_type,
         hidden_act="silu",
         num_hidden_layers=config.num_layers,
@@ -140,8 +143,8 @@ def _family(path: Path, raw: dict[str, Any]) -> tuple[Family, str]:
     if found not in FAMILIES:
         raise ValueError(f"{path}: model_type={found!r} cannot be represented; known are {', '.join(FAMILIES)}")
     family = FAMILIES[found]
-    heads = {family.name + ending: head for head, ending in ENDINGS.items()}
-    named = raw.get("architectures") or [family.name + ENDINGS["vocabulary"]]
+    heads = {family.with_head(head): head for head in ("vocabulary", "score")}
+    named = raw.get("architectures") or [family.architecture]
     if len(named) != 1 or named[0] not in heads:
         raise ValueError(
             f"{path}: architectures={named} cannot be represented, only {' or '.join(heads)}; use another checkpoint"

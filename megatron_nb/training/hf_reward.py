@@ -75,12 +75,12 @@ def load_reward_model(
         weights = CheckpointWeights(step)
         head, raw = weights.config.head, config_to_hf(weights.config, raw)
     if head != "score":
-        raise ValueError(f"{path} holds a language model: a reward model has one score; train one with megatron_nb.reward_model")
+        raise ValueError(f"{path} holds a language model: train a reward model on it with megatron_nb.reward_model")
     kind = raw.get("reward_kind", "pointwise")
     if kind not in KINDS:
         raise ValueError(f"{folder}/config.json: reward_kind={kind!r} must be one of {', '.join(KINDS)}")
     if kind == "pairwise" and not isinstance(raw.get("reward_bound"), (int, float)):
-        raise ValueError(f"{folder}/config.json: reward_bound={raw.get('reward_bound')!r} must be the bound it was trained with")
+        raise ValueError(f"{folder}/config.json: reward_bound={raw.get('reward_bound')!r} must be that of its training")
     if step is None:
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, local_files_only=True)
     else:
