@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,14 @@ class LaunchConfig:
 
     dry_run: bool = False  # print the resolved configuration and what it would need, then stop
     kind: Literal["local"] = "local"  # local: this process, or the ranks that torchrun started
+
+
+def world_of(config: Any) -> int:
+    """Processes this job runs on, or is meant for in a dry run. config: a job's dataclass with `launch` and `parallel`."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if not config.launch.dry_run:
+        return started
+    return config.parallel.world or max(started, config.parallel.model_ranks)
 
 
 def derived_name(config: Any, job: str) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,20 +21,20 @@ from megatron_nb.data.loader import Loader, Validation
 from megatron_nb.data.packing import collate, pack
 from megatron_nb.data.sources import DataConfig
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.launch import LaunchConfig, open_run, world_of
 from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, check_layout
-from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
 from megatron_nb.records import Sample
 from megatron_nb.training import memory
 from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
+from megatron_nb.training.loop import count_bad, save_or_leave
 from megatron_nb.training.metrics import LogConfig, Metrics
 from megatron_nb.training.optimizer import OptimizerConfig, describe, schedule_lengths
-from megatron_nb.training.signals import REQUEUE_EXIT, StopSignal
-from megatron_nb.training.start import find_origin, load_start
+from megatron_nb.training.signals import StopSignal
+from megatron_nb.training.start import companions, find_origin, load_start
 from megatron_nb.training.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
@@ -89,14 +87,6 @@ class SftConfig:
                 f"seq_len={self.seq_len} is above model.max_position_embeddings={self.model.max_position_embeddings}: "
                 "a document could be as long as a pack; raise the latter with a rope_theta that was made for it"
             )
-
-
-def world_of(config: SftConfig) -> int:
-    """Processes this job runs on, or is meant for in a dry run."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if not config.launch.dry_run:
-        return started
-    return config.parallel.world or max(started, config.parallel.model_ranks)
 
 
 def describe_job(config: SftConfig) -> str:
@@ -172,25 +162,11 @@ def train(
         wants_norms = config.layer_norms_every is not None and step % config.layer_norms_every == 0
         size = loader.size(loader.step)
         result = trainer.step(next(loader), loss, layer_norms=wants_norms)
-        bad = bad + 1 if result.skipped else 0
-        if result.skipped:
-            log.error("step %d was refused: loss or gradient is not finite; samples %s", step, ", ".join(result.skipped[:32]))
-        if bad >= config.stop_after_bad_steps:
-            raise RuntimeError(
-                f"{bad} steps in a row were refused for NaN or inf, the last is {step}: see the log for the samples"
-            )
+        bad = count_bad(bad, step, result, config.stop_after_bad_steps)
         tell(metrics, step, result, size)
-        last = step == config.num_steps
-        if sets and (last or step % config.validate_every == 0):
+        if sets and (step == config.num_steps or step % config.validate_every == 0):
             metrics.note(step, **heldout(trainer, sets, config))
-        checkpoints.poll()
-        stopping = stop.agreed()
-        if stopping or checkpoints.due(step, config.num_steps):
-            checkpoints.save(step, trainer, {"loader": loader.state()})
-        if stopping and not last:
-            checkpoints.wait()
-            log.warning("stopped after step %d of %d; the same command continues", step, config.num_steps)
-            sys.exit(REQUEUE_EXIT)
+        save_or_leave(checkpoints, stop, step, config.num_steps, trainer, {"loader": loader.state()})
     checkpoints.wait()
 
 
@@ -233,7 +209,8 @@ def main(config: SftConfig) -> None:
         )
         if config.rehearse:
             rehearse(trainer, config)
-        hf_files = companions(origin.hf_folder, tokenizer, run.folder / "hf", config, place.rank)
+        own = bool(config.data.tokenizer or config.data.chat_template)
+        hf_files = companions(origin.hf_folder, tokenizer, run.folder / "hf", own, place.rank)
         checkpoints = Checkpoints(run.folder, config.checkpoint, to_yaml(config), hf_files)
         resumed = checkpoints.resume(trainer)
         loader = Loader(
@@ -263,18 +240,6 @@ def main(config: SftConfig) -> None:
             loader.close()
             measured = metrics.close()
         run.write_summary(config.seed, **measured, **dict(seen_shares(loader)))
-
-
-def companions(origin: Path | None, tokenizer, folder: Path, config: SftConfig, rank: int) -> Path:
-    """The folder of what travels with the weights: the origin's, unless the tokenizer or its template is another one here."""
-    if origin is not None and not config.data.tokenizer and not config.data.chat_template:
-        return origin
-    if rank == 0:
-        if origin is not None:
-            copy_companions(origin, folder)
-        tokenizer.save_pretrained(folder)
-    torch.distributed.barrier()
-    return folder
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def draw(rows: list[dict[str, Any]], title: str) -> bytes:
     loss.plot(x, losses, color="C0", alpha=0.35 if len(steps) >= 50 else 1.0, linewidth=1.2, label="training", **dots)
     if len(steps) >= 50:
         loss.plot(x, smooth(losses, len(steps) // 40), color="C0", linewidth=1.8, label="training, smoothed")
-    heldout = sorted({name for row in rows for name in row if name.startswith("heldout")})
+    heldout = sorted({name for row in rows for name in row if name.startswith("heldout_loss")})
     for i, name in enumerate(heldout):
         points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         loss.plot(*zip(*points), color=f"C{i + 1}", marker="o", markersize=4, linewidth=1.2, label=name.replace("_", " "))

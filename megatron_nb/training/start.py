@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
 
 from megatron_nb.model.gpt import initialize_weights
 from megatron_nb.model.hf import load_hf
 from megatron_nb.model.hf_config import config_from_hf
+from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.model.shape import ModelConfig, differences, hand_over
+from megatron_nb.run import write_atomic
 from megatron_nb.training.checkpoint_folder import resolve
 from megatron_nb.training.checkpoint_state import load_weights
 
@@ -43,6 +48,25 @@ def find_origin(init_from: str | None, model: ModelConfig) -> Origin:
     if different:
         raise ValueError(f"init_from={folder} holds another model ({'; '.join(different)}): choose its model= settings")
     return origin
+
+
+def companions(
+    origin: Path | None, tokenizer: Any, folder: Path, own: bool, rank: int, config: dict[str, Any] | None = None
+) -> Path:
+    """The folder of what travels with the weights: `origin`, or `folder` written anew. Collective.
+
+    own: the tokenizer or its template is not the origin's; config: a config.json to stand there in the place of the origin's.
+    """
+    if origin is not None and not own and config is None:
+        return origin
+    if rank == 0:
+        if origin is not None:
+            copy_companions(origin, folder)
+        tokenizer.save_pretrained(folder)
+        if config is not None:
+            write_atomic(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    torch.distributed.barrier()
+    return folder
 
 
 def load_start(origin: Origin, chunks: list, model: ModelConfig, seed: int) -> None:
