@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SHOWN = 5  # bad rows named in one message
-Unit = list[Sample]  # one or two samples; those of a pair have the same pair_id, the first one is the better answer (order)
+
+
+@dataclass
+class Unit:
+    """samples: of a pair the better answer (or order) and then the other, with one pair_id; else one graded answer."""
+
+    samples: list[Sample]
+    lengths: tuple[int, ...]  # characters of the answers, the better one first
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.samples))
 
 
 @dataclass
@@ -85,7 +96,7 @@ def open_pairs(
         rows = _checked(name, source.path, config.bad_rows == "skip", pairwise)
         heldout += _fitting(name, _tokenised(rows, tokenizer, pairwise), seq_len)
     for unit in (unit for units in (*training.values(), heldout) for unit in units):
-        for sample in unit:
+        for sample in unit.samples:
             if vocab_size is not None and sample.ids.max() >= vocab_size:
                 raise ValueError(
                     f"{sample.sample_id} holds token {sample.ids.max()}, beyond model.vocab_size={vocab_size}: every id needs "
@@ -131,9 +142,10 @@ def _tokenised(rows: list[Preference | Grade], tokenizer: PreTrainedTokenizerBas
     for row in rows:
         name = f"{row.conversation.source}/{row.conversation.sample_id}"
         if isinstance(row, Grade):
-            units.append([_sample(next(tokens), name, row.score)])
+            units.append(Unit([_sample(next(tokens), name, row.score)], (len(row.answer),)))
         else:
-            units.append([_sample(next(tokens), name, 0.5 if row.tie else 1.0, name) for _ in range(2)])
+            samples = [_sample(next(tokens), name, 0.5 if row.tie else 1.0, name) for _ in range(2)]
+            units.append(Unit(samples, (len(row.chosen), len(row.rejected))))
     return units
 
 
@@ -142,34 +154,28 @@ def _sample(ids: list[int], name: str, label: float, pair: str = "") -> Sample:
     return Sample(np.array(ids, np.int32), weight, name, pair_id=pair, label=label)
 
 
-def tokens_of(unit: Unit) -> int:
-    """Tokens of all documents of the unit."""
-    return sum(map(len, unit))
-
-
 def _fitting(name: str, units: list[Unit], seq_len: int) -> list[Unit]:
     """The units that a pack can hold whole; the others are counted and left out."""
-    kept = [unit for unit in units if tokens_of(unit) <= seq_len]
+    kept = [unit for unit in units if unit.tokens <= seq_len]
     if left := len(units) - len(kept):
-        longest = max(map(tokens_of, units))
+        longest = max(unit.tokens for unit in units)
         log.warning(
             "%s: %d of %d rows are dropped, their documents together are longer than seq_len=%d (longest %d)",
             name, left, len(units), seq_len, longest,
         )  # fmt: skip
-    log.info("%s: %d rows, %d tokens", name, len(kept), sum(map(tokens_of, kept)))
+    log.info("%s: %d rows, %d tokens", name, len(kept), sum(unit.tokens for unit in kept))
     return kept
 
 
 # ------------------------------------------------------------------ packs
 def score_pack(units: Sequence[tuple[int, Unit]], length: int, multiple: int = 1) -> Batch:
     """One pack of numbered units, with `documents` as losses/reward.py reads them and `unit`, [S] the number (fill -1)."""
-    packed = pack([sample for _, unit in units for sample in unit], length, multiple)
-    fill = len(packed.sample_ids) - sum(len(unit) for _, unit in units)
-    rows = [
-        (place if len(unit) == 2 else -1, (1, -1)[second] if len(unit) == 2 else 0, sample.label, number)
-        for place, (number, unit) in enumerate(units)
-        for second, sample in enumerate(unit)
-    ] + [(-1, 0, np.nan, -1)] * fill
+    packed = pack([sample for _, unit in units for sample in unit.samples], length, multiple)
+    rows = []
+    for place, (number, unit) in enumerate(units):
+        pair, signs = (place, (1, -1)) if len(unit.samples) == 2 else (-1, (0,))
+        rows += [(pair, sign, sample.label, number) for sign, sample in zip(signs, unit.samples)]
+    rows += [(-1, 0, np.nan, -1)] * (len(packed.sample_ids) - len(rows))
     import torch
 
     pair, sign, label, unit = (torch.tensor(column) for column in zip(*rows))
@@ -206,7 +212,7 @@ def packs_of(
     units: Sequence[Unit], seq_len: int, data_rank: int, data_size: int, multiple: int, micro_multiple: int
 ) -> list[Batch]:
     """This data rank's packs of these units; every rank gets equally many, all of one length that `multiple` divides."""
-    sizes = [tokens_of(unit) for unit in units]
+    sizes = [unit.tokens for unit in units]
     bins = lay_out(sizes, seq_len, data_size * micro_multiple)
     longest = max(sum(sizes[number] for number in numbers) for numbers in bins)
     length = -(-longest // multiple) * multiple
@@ -276,6 +282,6 @@ class PairLoader:
 
 def _digest(units: list[Unit]) -> str:
     digest = hashlib.sha256()
-    for sample in (sample for unit in units for sample in unit):
+    for sample in (sample for unit in units for sample in unit.samples):
         digest.update(sample.ids.tobytes() + f"{sample.label} {sample.pair_id}".encode())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch.nn.functional import logsigmoid
 
-from megatron_nb.data.pairs import packs_of
+from megatron_nb.data.pairs import Unit, packs_of
 from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise
 from megatron_nb.model.gpt import build, initialize_weights
 from megatron_nb.model.hf import LiveWeights, load_hf
@@ -40,8 +40,8 @@ def _units():
         return Sample(random.integers(1, 300, length), np.zeros(length, np.float32), pair or "g", pair_id=pair, label=label)
 
     lengths = [(9, 14), (21, 5), (3, 30), (16, 16), (11, 8)]
-    pairs = [[sample(n, 0.5 if i == 3 else 1.0, f"p{i}") for n in both] for i, both in enumerate(lengths)]
-    return pairs, [[sample(13, 0.8, "")]]
+    pairs = [Unit([sample(n, 0.5 if i == 3 else 1.0, f"p{i}") for n in both], both) for i, both in enumerate(lengths)]
+    return pairs, [Unit([sample(13, 0.8, "")], (13,))]
 
 
 def _trainer(shape, layout):
@@ -95,8 +95,8 @@ def _reference(shape, kind):
 
     total = torch.zeros((), dtype=torch.float64)
     scores = {}
-    for number, (first, second) in enumerate(pairs):
-        a, b = score(first), score(second)
+    for number, unit in enumerate(pairs):
+        a, b = map(score, unit.samples)
         scores |= {(number, 1): a.item(), (number, -1): b.item()}
         if kind == "pointwise":
             total = total - (0.5 * (logsigmoid(a - b) + logsigmoid(b - a)) if number == 3 else logsigmoid(a - b))
@@ -106,7 +106,7 @@ def _reference(shape, kind):
             likelihood = tie if number == 3 else -(logsigmoid(a) + logsigmoid(-b)) / 2
             total = total + likelihood + 0.5 * 0.7 * (a + b) ** 2 + 0.05 * (a**2 + b**2) / 2
     if kind == "pointwise":
-        scores[5, 0] = (r := score(graded[0][0])).item()
+        scores[5, 0] = (r := score(graded[0].samples[0])).item()
         total = total + (r - 0.8) ** 2
     count = len(pairs) + (kind == "pointwise")
     (total / count).backward()
