@@ -60,7 +60,8 @@ def cpu_step(positions, written, table, bounds: list[int], lengths: list[int], b
         index = torch.tensor([s for _, s in bucket])
         known = torch.tensor([n for n, _ in bucket])
         hidden = place[:most] >= known[:, None]
-        read = slots[index, :most].masked_fill_(hidden, 0)  # beyond its length a row of the table holds anything
+        # beyond its length a row of the table holds anything, and so do slots that were never written: NaN times 0 is NaN
+        read = torch.where(hidden, slots[index, :1], slots[index, :most])
         mask = None if bucket[0][0] == most else ~hidden[:, None, None]
         decoding.append((torch.tensor(bounds)[index], read, mask))
     for s, n in enumerate(lengths):
