@@ -1,7 +1,10 @@
-"""RL rows -> micro-batches: each data rank gets equally many packs of one length, of nearly equal cost.
+"""RL rows -> micro-batches: equally many packs for each data rank, and nearly equal work.
 
 The cost of a row of n tokens is n + n^2 / attention_length: linear layers cost the same for every token, causal attention grows
-with the row. The plan depends on the rows alone, so every rank makes the same one without talking.
+with the row. Rows go to data ranks by cost, then within a rank to packs by tokens: a rank's packs are equally long, so what
+fill they need is wasted on linear layers. Ranks with long rows get fewer tokens, so lengths differ between data ranks, which
+no group of megatron-core minds: pipeline, tensor and context ranks share a data rank.
+The plan depends on the rows alone, so every rank makes the same one without talking.
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ def balanced(
             )
         lay_out([sample], streams=streams)  # on every rank: a refusal on one alone would leave the others waiting
     lengths = [len(sample) for sample in samples]
-    shares = plan(lengths, data_size, max_tokens // multiple * multiple, attention_length, micro_multiple)
-    longest = max((sum(lengths[i] for i in places) for share in shares for places in share), default=0)
+    share = plan(lengths, data_size, max_tokens // multiple * multiple, attention_length, micro_multiple)[data_rank]
+    longest = max(sum(lengths[i] for i in places) for places in share)
     length = max(-(-longest // multiple), 1) * multiple
-    return [pack([samples[i] for i in places], length, multiple, streams) for places in shares[data_rank]]
+    return [pack([samples[i] for i in places], length, multiple, streams) for places in share]
 
 
 def plan(
@@ -51,30 +54,25 @@ def plan(
     """[data_size][packs] positions of rows: the fewest packs that this greedy rule fits, equally many a rank."""
     tokens = np.asarray(lengths, np.int64)
     costs = tokens + tokens.astype(np.float64) ** 2 / attention_length
-    order = np.argsort(-costs, kind="stable")
     number = max(-(-int(tokens.sum()) // (max_tokens * data_size)), 1)
     number = -(-number // micro_multiple) * micro_multiple
-    while (bins := _fill(order, tokens, costs, number * data_size, max_tokens)) is None:
+    while True:
+        ranks = _fill(np.arange(len(tokens)), costs, tokens, data_size, max_tokens * number)
+        shares = [_fill(np.array(places, int), tokens, tokens, number, max_tokens) for places in ranks or []]
+        if ranks is not None and None not in shares:
+            return shares
         number += micro_multiple
-    totals = np.array([costs[places].sum() for places in bins])
-    shares: list[list[list[int]]] = [[] for _ in range(data_size)]
-    spent = np.zeros(data_size)
-    for place in np.argsort(-totals, kind="stable"):  # the dearest pack to the rank that has least
-        rank = min((r for r in range(data_size) if len(shares[r]) < number), key=lambda r: (spent[r], r))
-        shares[rank].append(sorted(bins[place]))
-        spent[rank] += totals[place]
-    return shares
 
 
-def _fill(order: np.ndarray, tokens: np.ndarray, costs: np.ndarray, number: int, max_tokens: int) -> list[list[int]] | None:
-    """The dearest row first, each into the cheapest pack that has room; None when a row finds none."""
+def _fill(places: np.ndarray, costs: np.ndarray, tokens: np.ndarray, number: int, room: int) -> list[list[int]] | None:
+    """Rows at `places`, the dearest first, each into the cheapest of `number` bins with room; None when a row finds none."""
     bins: list[list[int]] = [[] for _ in range(number)]
     used, spent = np.zeros(number, np.int64), np.zeros(number)
-    for i in order:
-        place = int(np.where(used + tokens[i] <= max_tokens, spent, np.inf).argmin())
-        if used[place] + tokens[i] > max_tokens:
+    for i in places[np.argsort(-costs[places], kind="stable")]:
+        cheapest = int(np.where(used + tokens[i] <= room, spent, np.inf).argmin())
+        if used[cheapest] + tokens[i] > room:
             return None
-        bins[place].append(int(i))
-        used[place] += tokens[i]
-        spent[place] += costs[i]
-    return bins
+        bins[cheapest].append(int(i))
+        used[cheapest] += tokens[i]
+        spent[cheapest] += costs[i]
+    return [sorted(bin) for bin in bins]
