@@ -15,14 +15,15 @@ import os
 import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+T = TypeVar("T")
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)  # what a reader meets in an answer of another form
 SHOWN = 300  # characters of an answer in a message
 
@@ -131,14 +132,16 @@ class Client:
         answer, _ = await self._attempts(path, lambda: self._once("GET", path, lambda answer: answer, None), retries)
         return answer
 
-    async def stream(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, path: str, body: Any, before_retry: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
         """The events of a server-sent stream, parsed. Tried again only while none has arrived; raises as `post`.
 
-        Close it (contextlib.aclosing) to hang up: the server then stops.
+        Close it (contextlib.aclosing) to hang up: the server then stops. before_retry may raise to end the attempts.
         """
         open_ = None
         try:
-            open_, event = await self._attempts(path, lambda: self._open_stream(path, body), None)
+            open_, event = await self._attempts(path, lambda: self._open_stream(path, body), None, before_retry)
             while event is not None:
                 yield event
                 event = await self._event(path, open_)
@@ -202,7 +205,10 @@ class Client:
         raise RequestRefused(message, self._url(path), status, 1)
 
     # ------------------------------------------------------------------ all attempts
-    async def _attempts(self, path: str, once: Callable[[], Any], retries: int | None) -> Any:
+    async def _attempts(
+        self, path: str, once: Callable[[], Awaitable[T]], retries: int | None,
+        before_retry: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:  # fmt: skip
         config, began = self.config, time.monotonic()
         last, attempts = (config.retries if retries is None else retries) + 1, 0
         try:
@@ -215,12 +221,13 @@ class Client:
                         failure = error if isinstance(error, _Retry) else _Retry(_why(error))
                     pause = min(config.pause_s * 2 ** (attempts - 1), config.max_pause_s) * random.uniform(0.5, 1.0)
                     pause = max(pause, failure.wait)
-                    spent = time.monotonic() - began
                     if attempts >= last:
                         raise self._failed(path, attempts, failure, "see that the server is up, or raise retries")
-                    if config.deadline_s is not None and spent + pause > config.deadline_s:
+                    if config.deadline_s is not None and time.monotonic() - began + pause > config.deadline_s:
                         raise self._failed(path, attempts, failure, f"the deadline of {config.deadline_s:g} s leaves no time")
                     await asyncio.sleep(pause)
+                    if before_retry is not None:
+                        await before_retry()
         except TimeoutError as error:
             late = _Retry(f"no answer within the deadline of {config.deadline_s:g} s")
             raise self._failed(path, attempts, late, "see that the server is up, or raise deadline_s") from error

@@ -1,0 +1,346 @@
+"""Rollouts by vLLM servers over HTTP, token ids in and out. One rank leads: it samples from all servers and sends weights.
+
+Its requests run on an event loop in a thread of their own, so generation goes on while the ranks train. Servers are started
+by tools/serve.sh. No request lives through a weight update: each completion was sampled by the weights of one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_nb.client import Client, ClientConfig, RequestFailed, RequestRefused
+from megatron_nb.model.hf import LiveWeights, WeightSource
+from megatron_nb.parallel.topology import Topology
+from megatron_nb.rollout.engine import Completion, Request, Sampling, Stop
+from megatron_nb.rollout.leader import of_leader, raise_on_every_rank
+from megatron_nb.rollout.server_weights import Sender
+
+T = TypeVar("T")
+Probe = Callable[[list[int], int, float], list[float]]
+
+PATIENCE = timedelta(hours=12)  # for which ranks wait for what the leader runs
+DRAIN_S = 0.5  # for what a paused server still has to say
+REST_S = 60.0  # for which a server that failed gets no new streams while others do
+HOMES = 100_000  # streams whose server is remembered
+PROBE = (48, 16, 0.7)  # tokens of prompt and answer, and temperature, of the check after an update
+
+
+@dataclass
+class ServerConfig:
+    """Which servers, and how they get weights."""
+
+    urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])
+    model: str = "policy"  # the name the servers were given (--served-model-name)
+    transfer: Literal["files", "group"] = "group"  # of weights: a disk that both sides see, or a process group over TCP
+    folder: Path | None = None  # for files: on that disk
+    backend: Literal["gloo", "nccl"] = "gloo"  # of the process group
+    host: str | None = None  # this host's address as the servers see it; None: found out
+    bucket_mb: int = 512  # weights sent at once
+    concurrency: int = 256  # requests under way at each server
+    timeout_s: float = 600.0  # from one piece of an answer to the next, waiting for a place on the server included
+    update_timeout_s: float = 600.0  # of each step of a weight update
+    retries: int = 5  # of a request that fails before its first token
+    verify: bool = True  # compare log-probs with the trainer's after each update (when the engine was given a probe)
+    tolerance: float = 0.05  # of the mean absolute difference; fp32 on both sides reaches 1e-4
+
+    def __post_init__(self):
+        if not self.urls:
+            raise ValueError("engine.urls is empty: name at least one server, such as http://host:8000")
+        if self.transfer == "files" and self.folder is None:
+            raise ValueError("engine.transfer=files needs engine.folder: a folder that the trainer and the servers both see")
+        for name in ("bucket_mb", "concurrency", "timeout_s", "update_timeout_s", "tolerance"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"engine.{name}={getattr(self, name)} must be positive")
+
+
+class ServerEngine:
+    """An Engine (see engine.py) of one replica, however many servers there are; rank 0 leads."""
+
+    def __init__(self, config: ServerConfig, topology: Topology, probe: Probe | None = None):
+        """Collective. probe(ids, start, temperature): the trainer's log-probs of ids[start:]; called on every rank."""
+        self.config, self.topology, self.probe = config, topology, probe
+        self.version, self.replica, self.replicas, self.leads = -1, 0, 1, topology.rank == 0
+        self._world = dist.new_group(backend="gloo", timeout=PATIENCE) if topology.world > 1 else None
+        self._broken: str | None = "the engine has no weights yet: call load_weights first"
+        self._running: dict[str, asyncio.Task] = {}
+        self._homes: OrderedDict[str, int] = OrderedDict()  # stream -> server, which holds its prefix in its cache
+        self._busy, self._rest = [0] * len(config.urls), [0.0] * len(config.urls)
+        if not self.leads:
+            return
+        self.clients = [
+            Client(ClientConfig(url, config.model, timeout_s=config.timeout_s, retries=config.retries,
+                                concurrency=config.concurrency + 8)) for url in config.urls  # 8: control passes by
+        ]  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()  # whether requests may go out
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server-engine", daemon=True)
+        self._thread.start()
+        self.sender = Sender(
+            self.clients, self._begin, transfer=config.transfer, folder=config.folder, backend=config.backend,
+            host=config.host, bucket_bytes=config.bucket_mb * 2**20, timeout_s=config.update_timeout_s,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what coroutines call
+    async def generate(self, request: Request) -> Completion:
+        """Sample one stream. ValueError for a request that can never be served, or whose id is running already.
+
+        RequestFailed (an OSError) when no server answers; RuntimeError when a weight update has failed.
+        """
+        while True:
+            await self._open.wait()
+            self._require_whole()
+            if request.request_id in self._running:
+                raise ValueError(f"request {request.request_id!r} is running already: give every request its own id")
+            server, ids, logprobs = self._place(request), [], []
+            version, task = self.version, asyncio.create_task(self._sample(server, request, ids, logprobs))
+            self._running[request.request_id] = task
+            self._busy[server] += 1
+            try:
+                await asyncio.wait([task])
+            finally:
+                self._busy[server] -= 1
+                del self._running[request.request_id]
+                if not task.done():  # this coroutine was cancelled
+                    task.cancel()
+            if task.cancelled():
+                stop = Stop.ABORT
+            elif (error := task.exception()) is None:
+                stop = task.result()
+            elif isinstance(error, RequestRefused):
+                raise ValueError(f"request {request.request_id!r}: {error}") from error
+            elif not isinstance(error, RequestFailed):
+                raise error
+            else:
+                self._homes.pop(_stream_of(request), None)
+                self._rest[server] = self._loop.time() + REST_S
+                if not ids and all(rest > self._loop.time() for rest in self._rest):
+                    raise error
+                if not ids:
+                    continue  # another server may do
+                stop = Stop.ABORT  # what came stands; the caller goes on from there
+            return Completion(ids, logprobs, [version] * len(ids), stop)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request with Stop.ABORT: hanging up stops the server too. Nothing when it is not running."""
+        if request_id in self._running:
+            self._running[request_id].cancel()
+
+    def _place(self, request: Request) -> int:
+        """The server that has read this stream's beginning; else the least busy one that has not just failed."""
+        stream, now = _stream_of(request), self._loop.time()
+        if stream not in self._homes:
+            order = sorted(range(len(self.clients)), key=lambda i: (self._rest[i] > now, self._busy[i]))
+            self._homes[stream] = order[0]
+        self._homes.move_to_end(stream)
+        while len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        return self._homes[stream]
+
+    async def _sample(self, server: int, request: Request, ids: list[int], logprobs: list[float]) -> Stop:
+        """Append what is sampled to `ids` and `logprobs` as it comes."""
+        body = {**_body(self.config.model, request), "stream": True}
+        events = self.clients[server].stream("/v1/completions", body, lambda: self._still_holds(server))
+        reason = None
+        async with aclosing(events) as events:
+            async for event in events:
+                for choice in event.get("choices", ()):
+                    new, values = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+                    if len(new) != len(values) or None in values:
+                        raise ValueError(f"{self.config.urls[server]} gave {len(new)} token ids and {len(values)} log-probs")
+                    ids += new
+                    logprobs += values
+                    reason = choice.get("finish_reason") or reason
+        if reason == "stop":
+            return Stop.EOS
+        return Stop.LENGTH if reason == "length" else Stop.ABORT
+
+    async def _still_holds(self, server: int) -> None:
+        """RuntimeError when the server has been restarted: it would answer by other weights than those of self.version."""
+        try:
+            states = await self._state(server, retries=0)
+        except RequestFailed:
+            return  # still away
+        held = {state["version"] for state in states}
+        if held != {self.version}:
+            self._broken = (
+                f"{self.config.urls[server]} holds weights of version {sorted(held)}, not {self.version}: it was restarted or "
+                "updated by somebody else; load_weights again"
+            )
+            self._require_whole()
+
+    async def _state(self, server: int, **settings: Any) -> list[dict[str, Any]]:
+        call = {"method": "nb_state"}
+        return await self.clients[server].post("/collective_rpc", call, lambda answer: list(answer["results"]), **settings)
+
+    # ------------------------------------------------------------------ running coroutines
+    def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
+        """Collective. `main()`'s result on the leader, None elsewhere; its exception is raised on every rank."""
+        result, error = None, None
+        if self.leads:
+            future = self._begin(self._guarded(main))
+            try:
+                result = future.result()
+            except Exception as found:
+                error = found
+            except BaseException:  # the job is told to stop
+                future.cancel()
+                raise
+        raise_on_every_rank(error, self._world)
+        return result
+
+    def start(self, main: Callable[[], Awaitable[T]]) -> Future[T] | None:
+        """`main()` runs on while the ranks train; its future on the leader, None elsewhere."""
+        return self._begin(self._guarded(main)) if self.leads else None
+
+    async def _guarded(self, main: Callable[[], Awaitable[T]]) -> T:
+        if self._open.is_set():
+            self._require_whole()
+            await asyncio.gather(*(self._still_holds(server) for server in range(len(self.clients))))
+        elif self.version < 0:
+            self._require_whole()
+        return await main()
+
+    def _begin(self, work: Awaitable[T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _require_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+
+    # ------------------------------------------------------------------ weights
+    def load_weights(self, source: WeightSource, version: int) -> None:
+        """Collective. Running requests end with Stop.ABORT; then all servers take the weights, and are checked.
+
+        Raises what failed, on every rank; `generate` refuses from then on, until an update succeeds.
+        """
+        self._broken = f"the update to weights of version {version} failed, and what the servers hold is not fit for use"
+        tensors, error = iter(()), None
+        try:
+            if self.topology.data_rank == self.topology.context_rank == 0:  # the copy of the model that rank 0 is part of
+                tensors = _tensors(source)
+            if self.leads:
+                self._begin(self._pause()).result()
+                self.sender.send(tensors, version)
+                self._begin(self._resume()).result()
+        except Exception as found:
+            error = found
+        for _ in tensors:  # the ranks of the copy iterate together, to the end
+            pass
+        try:
+            raise_on_every_rank(error, self._world)
+            if self.probe is not None and self.config.verify:
+                self._verify()
+            self.version, self._broken = version, None
+        finally:
+            if self.leads:
+                self._loop.call_soon_threadsafe(self._open.set)  # who waits goes on, or meets the refusal
+
+    async def _pause(self) -> None:
+        """Nothing is sampled any more; every running request has ended with what it got so far."""
+        self._open.clear()
+        await self._post("/pause", params={"mode": "abort"})
+        if running := list(self._running.values()):
+            _, left = await asyncio.wait(running, timeout=DRAIN_S)
+            for task in left:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def _resume(self) -> None:
+        await self._post("/reset_prefix_cache", read=_was_reset)
+        await self._post("/resume")
+
+    async def _post(self, path: str, **settings: Any) -> None:
+        await asyncio.gather(*(client.post(path, **settings) for client in self.clients))
+
+    def _verify(self) -> None:
+        """RuntimeError when a server's log-probs of what it samples are not the trainer's."""
+        answers, error = [], None
+        try:
+            answers = self._begin(self._samples()).result() if self.leads else []
+        except Exception as found:
+            error = found
+        raise_on_every_rank(error, self._world)
+        trainer: dict[tuple[int, ...], list[float]] = {}
+        prompt, _, temperature = PROBE
+        for url, (ids, logprobs) in zip(self.config.urls, of_leader(answers, self._world)):
+            if tuple(ids) not in trainer:
+                trainer[tuple(ids)] = self.probe(ids, prompt, temperature)
+            if self.leads and error is None:
+                apart = torch.tensor(logprobs).sub(torch.tensor(trainer[tuple(ids)])).abs().mean().item()
+                if not apart <= self.config.tolerance:
+                    error = RuntimeError(
+                        f"{url}: log-probs after the update differ from the trainer's by {apart:.3g} on average, "
+                        f"engine.tolerance={self.config.tolerance:g}: see that the server's model, dtype and "
+                        "--logprobs-mode processed_logprobs are right"
+                    )
+        raise_on_every_rank(error, self._world)
+
+    async def _samples(self) -> list[tuple[list[int], list[float]]]:
+        """(prompt and answer, log-probs of the answer) of every server."""
+        prompt, answer, temperature = PROBE
+        ids = random.Random(0).choices(range(5, 95), k=prompt)
+        body = _body(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
+        choices = await asyncio.gather(*(client.complete(ids, **body) for client in self.clients))
+        return [(ids + choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+
+    # ------------------------------------------------------------------ the end
+    def sleep(self) -> None:
+        """Nothing: the servers' memory is not the trainer's."""
+
+    def wake(self) -> None:
+        """Nothing, as `sleep`."""
+
+    def close(self) -> None:
+        """Collective. End; running requests are abandoned. The servers stay."""
+        if not self.leads or self._loop.is_closed():
+            return
+        self._begin(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self.sender.close()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for client in self.clients:
+            await client.close()
+
+
+def _stream_of(request: Request) -> str:
+    """What a request goes on with: "group/index/turn.part" is a part of the stream "group/index"."""
+    return request.request_id.rpartition("/")[0] or request.request_id
+
+
+def _body(model: str, request: Request) -> dict[str, Any]:
+    """Everything that decides the draw is said; nothing is left to the server's defaults."""
+    sampling = request.sampling
+    return {
+        "model": model, "prompt": request.ids, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
+        "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0, "seed": request.seed,
+        "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+
+
+def _tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(source.hf_tensors(every_rank=False) if isinstance(source, LiveWeights) else source.hf_tensors())
+
+
+def _was_reset(answer: Any) -> None:
+    if answer and not answer.get("success", True):
+        raise ValueError("blocks of the prefix cache are still held")

@@ -1,0 +1,251 @@
+"""The server engine against a stub that holds a real tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_nb.parallel.topology import Topology
+from megatron_nb.rollout.engine import Request, Sampling, Stop
+from megatron_nb.rollout.server import ServerConfig, ServerEngine
+from tests.rollout.stub_server import StubServer
+
+ALONE = Topology(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
+PROMPT = [5, 17, 3, 99, 42]
+SAMPLING = Sampling(max_tokens=8, temperature=0.7)
+
+
+def llama(seed: int = 0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=120, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    return model.eval()
+
+
+class Weights:
+    """A WeightSource over a transformers model. breaks_at: raises before that tensor."""
+
+    modules = []
+
+    def __init__(self, model, breaks_at=None):
+        self.model, self.breaks_at = model, breaks_at
+
+    def hf_tensors(self):
+        for number, (name, tensor) in enumerate(self.model.state_dict().items()):
+            if number == self.breaks_at:
+                raise OSError("the source has gone")
+            yield name, tensor
+
+
+@torch.no_grad()
+def logprobs_of(model, ids: list[int], start: int, temperature: float) -> list[float]:
+    """Of ids[start:], as a trainer computes them."""
+    logprobs = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+    return [float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))]
+
+
+@pytest.fixture
+def stub():
+    with StubServer(model=llama()) as server:
+        yield server
+
+
+@pytest.fixture
+def engine_of(tmp_path):
+    """engine_of(stubs..., **settings): engines that are closed after the test."""
+    made = []
+
+    def make(*stubs, probe=None, **settings):
+        settings = {"transfer": "files", "folder": tmp_path / "weights", "retries": 0, "timeout_s": 20.0, **settings}
+        engine = ServerEngine(ServerConfig(urls=[stub.url for stub in stubs], **settings), ALONE, probe)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def ask(engine, *requests):
+    async def main():
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    return engine.run(main)
+
+
+def request(name="g/0/0.0", ids=None, seed=1, sampling=SAMPLING) -> Request:
+    return Request(name, ids or PROMPT, sampling, seed)
+
+
+@pytest.mark.parametrize("transfer", ["files", "group"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_sampled_logprobs_are_the_trainers_after_every_update(stub, engine_of, transfer, temperature):
+    engine = engine_of(stub, transfer=transfer, bucket_mb=1)
+    before = None
+    for version in (0, 1):
+        model = llama(seed=10 + version)
+        engine.load_weights(Weights(model), version)
+        (done,) = ask(engine, request(sampling=replace(SAMPLING, temperature=temperature)))
+        assert len(done.ids) == 8 and done.versions == [version] * 8 and done.stop is Stop.LENGTH
+        mine = logprobs_of(model, PROMPT + done.ids, len(PROMPT), temperature or 1.0)
+        assert done.logprobs == pytest.approx(mine, abs=1e-4)
+        if before is not None:
+            moved = logprobs_of(before[0], PROMPT + done.ids, len(PROMPT), temperature or 1.0)
+            assert max(abs(a - b) for a, b in zip(mine, moved)) > 1e-3 * 10  # else the check above says nothing
+        before = (model, done)
+
+
+def test_the_seed_decides_the_draw_whatever_else_runs(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+    (alone,) = ask(engine, request("a/0/0.0", seed=7))
+    crowd = ask(engine, *(request(f"b/{i}/0.0", seed=i) for i in range(10)))
+    assert crowd[7].ids == alone.ids
+    assert len({tuple(done.ids) for done in crowd}) > 5
+
+
+def test_stops_are_typed_and_a_stop_id_is_the_last_id(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+    (free,) = ask(engine, request())
+    (stopped,) = ask(engine, request(sampling=replace(SAMPLING, stop_ids=(free.ids[3],))))
+    first = free.ids.index(free.ids[3]) + 1
+    assert (stopped.ids, stopped.stop) == (free.ids[:first], Stop.EOS)
+    assert free.stop is Stop.LENGTH
+
+
+@pytest.mark.parametrize("transfer", ["files", "group"])
+def test_an_update_mid_request_ends_it_and_each_part_has_the_version_that_sampled_it(stub, engine_of, transfer):
+    models = [llama(1), llama(2)]
+    engine = engine_of(stub, transfer=transfer)
+    engine.load_weights(Weights(models[0]), 3)
+    stub.hold(after=3)
+
+    async def main():
+        first = await engine.generate(request("g/0/0.0"))
+        rest = replace(SAMPLING, max_tokens=8 - len(first.ids))
+        return first, await engine.generate(request("g/0/0.1", PROMPT + first.ids, sampling=rest))
+
+    future = engine.start(main)
+    stub.wait_held(1)
+    updater = threading.Thread(target=engine.load_weights, args=(Weights(models[1]), 4))
+    updater.start()
+    updater.join(20)
+    stub.release()
+    first, second = future.result(20)
+    assert (first.versions, first.stop) == ([3] * 3, Stop.ABORT)
+    assert (second.versions, second.stop) == ([4] * 5, Stop.LENGTH)
+    ids = PROMPT + first.ids + second.ids
+    assert first.logprobs == pytest.approx(logprobs_of(models[0], ids[:8], 5, 0.7), abs=1e-4)
+    assert second.logprobs == pytest.approx(logprobs_of(models[1], ids, 8, 0.7), abs=1e-4)
+
+
+def test_a_request_that_waits_for_an_update_is_sampled_by_the_new_weights(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+
+    async def main():
+        return await engine.generate(request())
+
+    class Slow(Weights):
+        def hf_tensors(self):
+            self.future = engine.start(main)
+            time.sleep(0.2)
+            assert not self.future.done()
+            yield from super().hf_tensors()
+
+    source = Slow(llama(2))
+    engine.load_weights(source, 1)
+    assert source.future.result(20).versions == [1] * 8
+
+
+def test_abort_keeps_what_was_sampled_and_stops_the_server(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+    stub.hold(after=2)
+
+    async def main():
+        task = asyncio.create_task(engine.generate(request("x/0/0.0")))
+        await asyncio.to_thread(stub.wait_held, 1)
+        await engine.abort("nobody")
+        await engine.abort("x/0/0.0")
+        return await task
+
+    done = engine.run(main)
+    assert (done.stop, len(done.ids), len(done.logprobs), done.versions) == (Stop.ABORT, 2, 2, [0, 0])
+    end = time.monotonic() + 10
+    while not stub.hung_up:
+        assert time.monotonic() < end, "the server goes on"
+        time.sleep(0.01)
+
+
+def test_a_cancelled_generate_hangs_up(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+    stub.hold(after=2)
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine.generate(request())
+        return dict(engine._running)
+
+    assert engine.run(main) == {}
+    end = time.monotonic() + 10
+    while not stub.hung_up:
+        assert time.monotonic() < end, "the server goes on"
+        time.sleep(0.01)
+
+
+def test_streams_spread_over_servers_and_stay_where_their_prefix_is(engine_of):
+    with StubServer(model=llama()) as one, StubServer(model=llama()) as two:
+        engine = engine_of(one, two, transfer="group")
+        engine.load_weights(Weights(llama(1)), 0)
+        ask(engine, *(request(f"g/{i}/0.0") for i in range(6)))
+        counts = [stub.count("/v1/completions") for stub in (one, two)]
+        assert counts == [3, 3]
+        ask(engine, *(request(f"g/{i}/1.0") for i in range(6)))
+        prompts = [sorted(i for i in range(6) if engine._homes[f"g/{i}"] == server) for server in (0, 1)]
+        assert sorted(map(len, prompts)) == [3, 3]
+        assert [stub.count("/v1/completions") for stub in (one, two)] == [6, 6]
+
+
+def test_what_the_server_refuses_is_a_value_error_with_its_words(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+    with pytest.raises(ValueError, match="g/0/0.0.*outside the vocabulary"):
+        ask(engine, request(ids=[5, 4000]))
+
+
+def test_an_exception_of_the_coroutine_is_raised(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 0)
+
+    async def main():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.run(main)
+    with pytest.raises(KeyError, match="mine"):
+        engine.start(main).result(10)
+
+
+def test_nothing_is_sampled_before_the_first_weights(stub, engine_of):
+    engine = engine_of(stub)
+    with pytest.raises(RuntimeError, match="call load_weights first"):
+        ask(engine, request())
+    assert stub.count("/v1/completions") == 0
