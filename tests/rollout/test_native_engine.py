@@ -233,7 +233,7 @@ def test_what_can_never_be_served_is_refused_by_name(ranks, tmp_path):
         "start": "engine=server",
         "outside": "within run",
         "layout": "engine.tensor=2 must divide the 1 processes",
-        "budget": "holds no block of 16 tokens.*give at least",
+        "budget": "holds no block of 16 tokens .*give at least",
         "positions": "max_sequence_length=129 must be at most model.max_position_embeddings=128",
         "graphs": "needs a GPU",
     }
