@@ -33,7 +33,7 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.records import Group, Prompt, Rollout, Score
-from megatron_nb.rewards.reward import RewardConfig, build_reward
+from megatron_nb.rewards.reward import RewardConfig, build_reward, check_reward
 from megatron_nb.rollout.agent import seed_of
 from megatron_nb.rollout.native import NativeConfig, NativeEngine
 from megatron_nb.run import Run
@@ -71,12 +71,18 @@ class SynthesizeConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative: the generators take no such seed")
-        self.prompts.check()
-        self.strong.check("strong")
-        self.weak.check("weak")
-        self.pairs.check()
         if self.strong.samples != self.weak.samples:
             raise ValueError(f"strong.samples={self.strong.samples} and weak.samples={self.weak.samples} must be equal: pairs")
+
+
+    def validate(self) -> None:
+        """Raises ValueError for a setting that no run could use."""
+        self.prompts.validate()
+        self.strong.validate("strong")
+        self.weak.validate("weak")
+        self.pairs.validate()
+        if self.judge.terms:
+            check_reward(self.judge)
 
 
 def shape_of(path: str) -> ModelConfig:
@@ -250,7 +256,7 @@ def synthesize(run: Run, config: SynthesizeConfig, place: Topology, questions: l
         measured |= {f"dropped_{reason}": count for reason, count in dropped.items()}
         log.info("%s", "\n".join(f"{key:<28} {value:.6g}" for key, value in measured.items()))
         if not measured["pairs"]:
-            raise ValueError(f"no pair is left of {len(questions)} prompts, see the counts above: check the models and the judge")
+            raise ValueError(f"no pair is left of {len(questions)} prompts, see the counts above: check models and judge")
         run.write_summary(config.seed, prompts=len(questions), **measured)
     dist.barrier()
 
@@ -258,6 +264,7 @@ def synthesize(run: Run, config: SynthesizeConfig, place: Topology, questions: l
 @job(SynthesizeConfig, "synthesize_preferences")
 def main(config: SynthesizeConfig) -> None:
     """Run the stage, or describe it."""
+    config.validate()
     questions, dropped = read_questions(config.prompts, config.seed)
     report = describe_job(config, questions, dropped)
     if config.launch.dry_run:

@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from megatron_nb import reward_model, sft
+from megatron_nb import reward_model, sft, synthesize
 from megatron_nb.config import STAGES, build, compose, to_yaml
 from megatron_nb.data.mixture import check_weights
 from megatron_nb.model.shape import ModelConfig
 
-JOBS = {schema.__name__: schema for schema in (sft.SftConfig, reward_model.RewardModelConfig)}
+JOBS = {schema.__name__: schema for schema in (sft.SftConfig, reward_model.RewardModelConfig, synthesize.SynthesizeConfig)}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in STAGES.glob("*/*.yaml"))
 SMALL = ("model=tiny", "parallel=cpu1", "context=2k")  # a small model goes neither with long contexts nor with many ranks

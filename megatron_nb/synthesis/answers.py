@@ -39,7 +39,7 @@ class AnswererConfig:
     max_tokens: int = 2048  # of one answer
     samples: int = 1  # answers to every prompt
 
-    def check(self, name: str) -> None:
+    def validate(self, name: str) -> None:
         """Raises ValueError for what no job could use."""
         if (self.checkpoint is None) == (self.endpoint is None):
             given = "neither" if self.checkpoint is None else "both"

@@ -38,7 +38,7 @@ class QuestionConfig:
     adversarial_share: float = 0.1  # of prompts whose last user turn is transformed, see adversarial.py
     adversarial_kinds: list[str] = field(default_factory=lambda: list(KINDS))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises ValueError for what no job could use."""
         if not self.sources:
             raise ValueError("prompts.sources is empty: pairs need prompts; set prompts.sources.NAME.path=FILE")
@@ -57,7 +57,7 @@ class PairsConfig:
     balance_length: bool = True
     parts: dict[str, float] = field(default_factory=lambda: {"train": 0.95, "heldout": 0.05})  # file name: share of prompts
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises ValueError for what no job could use."""
         if self.margin < 0:
             raise ValueError(f"pairs.margin={self.margin} must not be negative")
@@ -197,7 +197,6 @@ def balanced(pairs: list[Pair], seed: int) -> list[Pair]:
 # ------------------------------------------------------------------ files
 def write_pairs(folder: Path, judged: list[Judged], config: PairsConfig, models: dict[str, str], seed: int) -> dict[str, float]:
     """folder/PART.jsonl for every part, rows as data/preferences.py reads them; what was kept, dropped and why."""
-    config.check()
     dropped: Counter = Counter()
     found = [pair for one in judged for pair in pairs_of(one, config.margin, dropped)]
     kept: list[Pair] = []
