@@ -17,6 +17,7 @@ import torch
 
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.pairs import PairConfig, PairLoader, Unit, open_pairs, packs_of
+from megatron_nb.data.preferences import special_tokens
 from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.launch import LaunchConfig, open_run, world_of
 from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise, bounded, ramp
@@ -120,7 +121,8 @@ def choose_padding(tokenizer: Any, units: list[Unit]) -> int:
     It must not end a document: transformers scores the last token that is no padding. ValueError when every one does.
     """
     last = {int(sample.ids[-1]) for unit in units for sample in unit.samples}
-    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *tokenizer.all_special_ids):
+    others = tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *others):
         if token is not None and token not in last:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
             return token

@@ -79,9 +79,15 @@ def pair_ids(conversation: Conversation, a: str, b: str, tokenizer: PreTrainedTo
     return tokenizer(pair_text(conversation, a, b, tokenizer), add_special_tokens=False, verbose=False).input_ids
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """All of them, those without a role (eos, pad, ...) too."""
+    added = tokenizer.added_tokens_decoder.values()
+    return sorted({str(token) for token in added if token.special} | set(tokenizer.all_special_tokens))
+
+
 def _plain(answer: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The answer without thinking and special tokens: one that wrote an end of turn could go on as somebody else."""
-    answer, special = final_answer(answer), "|".join(map(re.escape, tokenizer.all_special_tokens))
+    answer, special = final_answer(answer), "|".join(map(re.escape, special_tokens(tokenizer)))
     while special and (shorter := re.sub(special, "", answer)) != answer:  # until none is left: cutting one may form another
         answer = shorter
     return answer.strip()
