@@ -1,4 +1,4 @@
-"""Whether the final answer is the right one as mathematics, by math-verify, under a deadline: 7^{7^{7^{7}}} would take for ever.
+"""Whether the final answer is the right one as mathematics, by math-verify. Under a deadline: 7^{7^{7^{7}}} never ends.
 
 A missing reference or one that cannot be read makes the rollout invalid; an answer that cannot be read is wrong.
 """

@@ -1,4 +1,4 @@
-"""Rules: on the form of an answer, cheap and so in the event loop; and on its words, where a pattern may explode: in a worker."""
+"""Rules on the form of an answer, cheap and so in the event loop; and patterns, which may explode and so go to a worker."""
 
 from __future__ import annotations
 

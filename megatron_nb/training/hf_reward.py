@@ -38,7 +38,7 @@ class RewardModel(torch.nn.Module):
     def forward(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Rows of token ids -> [n] fp32 scores of their last tokens, bounded for pair-wise models."""
         scores = torch.zeros(len(rows))
-        for numbers in _groups([len(row) for row in rows]):
+        for numbers in by_length([len(row) for row in rows]):
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(rows[number]) for number in numbers], batch_first=True)
             last = torch.tensor([len(rows[number]) - 1 for number in numbers])
             mask = torch.arange(ids.shape[1])[None] <= last[:, None]
@@ -50,7 +50,7 @@ class RewardModel(torch.nn.Module):
         return scores if self.bound is None else bounded(scores, self.bound)
 
 
-def _groups(lengths: list[int]) -> list[list[int]]:
+def by_length(lengths: list[int]) -> list[list[int]]:
     """Numbers of the rows of each forward pass, rows of like length together."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
