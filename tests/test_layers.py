@@ -22,6 +22,7 @@ LAYERS = [
     ["megatron_nb.rewards"],
     ["megatron_nb.synthesis", "megatron_nb.evals"],
     ["megatron_nb.launch"],
+    ["megatron_nb.rl_config"],
     ["megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.synthesize", "megatron_nb.evaluate"],
     ["megatron_nb.cascade"],
     ["tools"],

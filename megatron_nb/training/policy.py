@@ -75,7 +75,6 @@ class Policy:
         self.trainer, self.config, self.reference = trainer, config, reference
         self.loss = PolicyGradient(loss, parallel_state.get_context_parallel_group())
         self._reading = NextToken()
-        self._reading.temperature = loss.temperature
 
     # ------------------------------------------------------------------ what jobs call
     def update(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -93,9 +92,10 @@ class Policy:
                 results.append(result)
         return self._told(results)
 
-    def logprobs(self, samples: Sequence[Sample], stream: str = "old_logprob") -> None:
-        """Write the log-prob of every trained token, by the live weights at the sampling temperature, onto the samples."""
+    def logprobs(self, samples: Sequence[Sample], stream: str = "old_logprob", temperature: float | None = None) -> None:
+        """Write the log-prob of every trained token, by the live weights, onto the samples; temperature None: of the sampling."""
         packs = self.packs(samples)
+        self._reading.temperature = self.loss.config.temperature if temperature is None else temperature
         place = {sample.sample_id: i for i, sample in enumerate(samples)}
         assert len(place) == len(samples), "sample ids of a batch are unique"
         ends = np.cumsum([0, *map(len, samples)])
@@ -110,6 +110,12 @@ class Policy:
         values = flat.cpu().numpy()
         for sample, begin, end in zip(samples, ends, ends[1:]):
             setattr(sample, stream, values[begin:end].copy())
+
+    def probe(self, ids: list[int], start: int, temperature: float) -> list[float]:
+        """Log-probs of ids[start:] by the live weights: what an engine's are compared with. Collective."""
+        sample = Sample(np.asarray(ids, np.int64), (np.arange(len(ids)) >= start).astype(np.float32), "probe")
+        self.logprobs([sample], temperature=temperature)
+        return sample.old_logprob[start:].tolist()
 
     def packs(self, samples: Sequence[Sample]) -> list[Batch]:
         """This data rank's balanced micro-batches."""
