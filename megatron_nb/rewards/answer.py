@@ -34,25 +34,37 @@ class MathAnswer:
 
     def score_rollout(self, prompt: Prompt, rollout: Rollout) -> Score:
         reference = str(reference_of(prompt, self.field))
-        gold = parsed(_boxed(reference))
+        found = _boxed(reference)
+        bare = found == reference and "$" not in found and "\\boxed" not in found
+        gold = parsed(f"\\boxed{{{found}}}" if bare else found)
         if not gold:
             raise ValueError(f"the reference {reference[:80]!r} cannot be read as mathematics")
         said = final_answer(rollout.text)
         if self.boxed and "\\boxed" not in said:
             return Score(0.0, reason="nothing is in \\boxed{}")
-        answer = parsed(_boxed(said) if GSM8K.search(said) else said)
+        answer = parsed(_boxed(said))
         if not answer:
             return Score(0.0, reason="no answer was found")
         return Score(float(equal(gold, answer)), reason=f"answer {answer[-1]}, reference {gold[-1]}"[:200])
 
 
 def _boxed(text: str) -> str:
-    r"""The text with \boxed{} round its answer."""
-    if "\\boxed" in text or "$" in text and not GSM8K.search(text):
-        return text
-    marked = GSM8K.findall(text)
-    bare = (marked[-1] if marked else text).strip().rstrip(".").replace("$", "")
-    return f"\\boxed{{{bare}}}"
+    r"""What math-verify is to read: the last \boxed{} alone (it reads several as one list), or what follows the last ####."""
+    if (start := text.rfind("\\boxed{")) >= 0:
+        return text[start : _closing(text, start) + 1]
+    if marked := GSM8K.findall(text):
+        return f"\\boxed{{{marked[-1].strip().rstrip('.').replace('$', '')}}}"
+    return text
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the brace that opens after `start` closes; the end of the text when it does not."""
+    depth = 0
+    for i in range(text.index("{", start), len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return i
+    return len(text)
 
 
 def parsed(text: str) -> list[Any]:
