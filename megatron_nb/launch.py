@@ -16,6 +16,7 @@ from megatron_nb.run import Run, run_folder
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
 FREE = ("name", "runs_dir", "num_steps", "launch", "log", "checkpoint", "parallel", "micro_batch_size")
 FREE += ("data.workers", "data.loader_workers", "data.cache_dir", "data.changed")
+FREE += ("engine.native", "engine.server", "collect.concurrency", "collect.timeout_s", "evaluation")
 FREE += ("validate_every", "layer_norms_every", "stop_after_bad_steps", "rehearse", "replay_step")
 
 

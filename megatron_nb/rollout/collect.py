@@ -26,7 +26,7 @@ from megatron_nb.records import Group, Prompt, Score
 from megatron_nb.rollout.agent import seed_of
 from megatron_nb.rollout.engine import Engine, Sampling
 from megatron_nb.rollout.produce import Ask, OverlongConfig, Producer, Scorer, scores_of
-from megatron_nb.rollout.store import forget, label
+from megatron_nb.rollout.store import label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,12 +165,6 @@ class Collector:
         found = {name: scores for part in self._wait(self._run(work)) for name, scores in part.items()}
         return [found[group.group_id] for group in groups]
 
-    def forget(self, step: int) -> None:
-        """Remove the pending files of what a checkpoint of `step` has behind it."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            for kind in ("step", "heldout"):
-                forget(self.folder, kind, step)
-
     # ------------------------------------------------------------------ a round
     def _further(self, kept: list, tried: list, left: int) -> int:
         """How many prompts the next round asks: by the rate so far, within the bound."""
@@ -241,7 +235,7 @@ class Collector:
             "rounds": len(rounds),
             "groups_tried": len(tried),
             "groups_equal": sum(map(all_equal, tried)) / len(tried),
-            "invalid": sum(rollout.score.reward is None for rollout in rollouts) / len(rollouts),
+            "invalid_share": sum(rollout.score.reward is None for rollout in rollouts) / len(rollouts),
             "staleness_mean": sum(lags) / max(len(lags), 1),
             "staleness_max": max(lags, default=0),
         }

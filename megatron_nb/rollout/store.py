@@ -115,10 +115,11 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def forget(folder: Path, kind: str, until: int | None = None) -> None:
-    """Remove the pending files of `kind` (step, heldout, filter), up to that number; of what a checkpoint has behind it."""
-    for path in (Path(folder) / "rollouts" / "pending").glob(f"{kind}-*.replica-*.jsonl"):
-        if until is None or int(path.name.split(".")[0].rpartition("-")[2]) <= until:
+def forget(folder: Path, until: int | None, kinds: tuple[str, ...] = ("step", "heldout")) -> None:
+    """Remove the pending files up to a number (None: all): those of steps that a checkpoint has behind it."""
+    for path in (Path(folder) / "rollouts" / "pending").glob("*.replica-*.jsonl"):
+        kind, _, number = path.name.split(".")[0].rpartition("-")
+        if kind in kinds and (until is None or int(number) <= until):
             path.unlink(missing_ok=True)
 
 

@@ -93,7 +93,7 @@ class Policy:
         return self._told(results)
 
     def logprobs(self, samples: Sequence[Sample], stream: str = "old_logprob", temperature: float | None = None) -> None:
-        """Write the log-prob of every trained token, by the live weights, onto the samples; temperature None: of the sampling."""
+        """Write the log-prob of every trained token, by the live weights, onto the samples; at the sampling temperature."""
         packs = self.packs(samples)
         self._reading.temperature = self.loss.config.temperature if temperature is None else temperature
         place = {sample.sample_id: i for i, sample in enumerate(samples)}

@@ -200,7 +200,7 @@ def test_a_rollout_that_hangs_is_cut_by_its_time_out_named_and_not_shown_to_the_
         groups, stats = collector(tmp_path, engine, score=watching, timeout_s=0.2, concurrency=12).collect(1)
     bad = groups[2].rollouts[1]
     assert bad.status == "invalid" and bad.score.reward is None and "collect.timeout_s=0.2" in bad.score.reason
-    assert stats["invalid"] == 1 / 12 and len(seen) == 11 and bad.rollout_id not in seen
+    assert stats["invalid_share"] == 1 / 12 and len(seen) == 11 and bad.rollout_id not in seen
     assert f"{name}/1 is invalid: no end within" in caplog.text and engine.aborted == [f"{name}/1/0.0"]
     again = FakeEngine()
     assert told(collector(tmp_path, again, score=watching).collect(1)[0]) == told(groups) and not again.requests
@@ -230,7 +230,7 @@ def test_a_reward_that_is_no_number_is_invalid_and_a_batch_without_any_stops_the
         return [Score(reward, reason="judge is down") for _ in group.rollouts]
 
     groups, stats = collector(tmp_path / "some", score=some).collect(1)
-    assert stats["invalid"] == 1 / 3 and [r.score.reward for r in groups[0].rollouts] == [0.0, None, 2.0]
+    assert stats["invalid_share"] == 1 / 3 and [r.score.reward for r in groups[0].rollouts] == [0.0, None, 2.0]
     with pytest.raises(RuntimeError, match="no rollout has a reward"):
         collector(tmp_path / "never", score=never).collect(1)
 

@@ -77,6 +77,6 @@ def test_a_row_is_on_disk_when_it_was_added(tmp_path):
 def test_pending_files_are_forgotten_up_to_a_step(tmp_path):
     for kind, number in (("step", 2), ("step", 3), ("heldout", 2)):
         Journal(tmp_path, label(kind, number), 0).close()
-    forget(tmp_path, "step", 2)
+    forget(tmp_path, 2, ("step",))
     names = sorted(path.name for path in (tmp_path / "rollouts" / "pending").iterdir())
     assert names == ["heldout-00000002.replica-0.jsonl", "step-00000003.replica-0.jsonl"]

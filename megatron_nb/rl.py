@@ -1,0 +1,290 @@
+"""Reinforcement learning: rollouts of the policy, scored, credited, trained on.
+
+python -m megatron_nb.rl --config-name rl_pointwise init_from=SFT_RUN prompts.sources.a.path=prompts.jsonl \
+       reward.terms.model.settings.checkpoint=REWARD_RUN
+torchrun --nproc-per-node N -m megatron_nb.rl --config-name rl_pairwise algorithm=gspo engine=server [overrides]
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_nb.config import flatten, job, to_yaml
+from megatron_nb.data.prompts import PromptSet, open_prompts
+from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.data.turns import Template
+from megatron_nb.launch import open_run
+from megatron_nb.model.gpt import build
+from megatron_nb.parallel import topology
+from megatron_nb.parallel.topology import Topology
+from megatron_nb.records import Group, Sample
+from megatron_nb.rewards.advantage import credit
+from megatron_nb.rewards.reward import RewardConfig, build_reward
+from megatron_nb.rl_config import RlConfig, describe_job
+from megatron_nb.rollout.collect import Collector, Interrupted
+from megatron_nb.rollout.engine import Engine, Sampling
+from megatron_nb.rollout.engines import build_engine
+from megatron_nb.rollout.heldout import Heldout
+from megatron_nb.rollout.prompt_filter import filter_by_success
+from megatron_nb.rollout.store import forget, write_step
+from megatron_nb.run import Run
+from megatron_nb.training.checkpoint import Checkpoints
+from megatron_nb.training.checkpoint_folder import complete_steps
+from megatron_nb.training.loop import save_or_leave
+from megatron_nb.training.metrics import Metrics
+from megatron_nb.training.policy import Policy
+from megatron_nb.training.reference import Reference
+from megatron_nb.training.signals import REQUEUE_EXIT, StopSignal
+from megatron_nb.training.start import companions, find_origin, load_start
+from megatron_nb.training.trainer import Trainer
+from megatron_nb.training.watch import Watch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Stage:
+    """The parts of a running stage."""
+
+    config: RlConfig
+    run: Run
+    engine: Engine
+    trainer: Trainer
+    policy: Policy
+    collector: Collector
+    heldout: Heldout | None
+    watch: Watch
+    checkpoints: Checkpoints
+    metrics: Metrics
+    stop: StopSignal
+    evaluated: int | None = None  # the last step after which the held-out prompts were answered
+    finished: str | None = None  # why the run ends before its last step
+
+    def state(self) -> dict[str, Any]:
+        """What goes into a checkpoint beside the weights; plain JSON."""
+        mine = {"evaluated": self.evaluated, "finished": self.finished}
+        return {**mine, "collector": self.collector.state(), "watch": self.watch.state()}
+
+
+def train(stage: Stage, first: int) -> None:
+    """The loop. Leaves by SystemExit when asked to stop."""
+    config, engine, bad = stage.config, stage.engine, 0
+    done, state = first, stage.state()  # what can be saved when the job is asked to stop while it samples
+    try:
+        evaluate(stage, first, None)
+        for step in range(first + 1, config.num_steps + 1):
+            if stage.finished:
+                break
+            state = stage.state()
+            stage.metrics.start_step()
+            groups, collected = stage.collector.collect(step)
+            samples, credited = credit(groups, config.credit)
+            clock = [time.perf_counter()]
+            if not config.collect.staleness:
+                engine.sleep()
+            updated = stage.policy.update(samples)
+            clock.append(time.perf_counter())
+            engine.load_weights(stage.trainer.weights(), version=step)
+            clock.append(time.perf_counter())
+            stage.collector.start_ahead(step + 1)
+            done, state = step, stage.state()
+            seconds = {"training_s": clock[1] - clock[0], "sync_s": clock[2] - clock[1]}
+            tell(stage, step, groups, samples, collected | credited | updated | seconds)
+            bad = count_refused(bad, step, updated, config.stop_after_bad_steps)
+            evaluate(stage, step, updated.get("kl_ref"))
+            if stage.finished:
+                stage.checkpoints.save(step, stage.trainer, stage.state())
+            save_or_leave(stage.checkpoints, stage.stop, step, config.num_steps, stage.trainer, stage.state())
+            saved = next(iter(complete_steps(stage.run.folder)), None)
+            if stage.run.rank == 0 and saved is not None:
+                forget(stage.run.folder, saved)
+    except Interrupted:
+        if done:  # nothing is trained yet otherwise; what was sampled is on disk
+            stage.checkpoints.save(done, stage.trainer, state)
+            stage.checkpoints.wait()
+        log.warning("stopped after step %d of %d; the same command continues", done, config.num_steps)
+        sys.exit(REQUEUE_EXIT)
+    stage.checkpoints.wait()
+
+
+def evaluate(stage: Stage, step: int, kl: float | None) -> None:
+    """Answer and judge the held-out prompts when it is time, and watch for over-optimisation."""
+    due = step % stage.config.evaluation.every == 0 or step == stage.config.num_steps
+    if stage.heldout is None or not due or stage.evaluated == step:
+        return
+    told = stage.heldout.evaluate(step)
+    stage.metrics.note(step, **told)
+    reason = stage.watch.observe(
+        step, told["heldout_reward"], told.get("heldout_judge"), kl if stage.config.policy.kl else None, told["heldout_length"],
+        heldout_error=told.get("heldout_judge_error", 0.0),
+    )  # fmt: skip
+    stage.evaluated = step
+    if stage.run.rank == 0:
+        stage.watch.plot(stage.run.plots / "overoptimisation.png")
+    if reason and step < stage.config.num_steps:
+        stage.finished = reason
+        log.warning("stopping early after step %d: %s", step, reason)
+
+
+def tell(stage: Stage, step: int, groups: list[Group], samples: list[Sample], measured: dict[str, float]) -> None:
+    """One step into console, files and wandb, and its rollouts into rollouts/step-N.jsonl."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if stage.run.rank == 0:
+        write_step(stage.run.folder, step, groups, ratios=ratios_of(groups, samples))
+    lengths = [len(rollout.prompt_ids) + len(rollout.ids) for rollout in rollouts]
+    measured = {"loss": math.nan, "lr": math.nan, "grad_norm": math.nan} | measured
+    measured |= {"trained_tokens": measured.pop("tokens", 0.0), "tokens": sum(lengths)}
+    measured["generated_tokens_per_s"] = measured["generated_tokens"] / max(measured["generation_s"], 1e-9)
+    stage.metrics.step(step, squared_lengths=sum(n * n for n in lengths), **measured)
+    if step % stage.config.log.every == 0:
+        names = ("reward_mean", "reward_std", "length_mean", "truncated", "entropy", "kl_ref", "mismatch_abs", "invalid")
+        told = "  ".join(f"{name} {measured[name]:.4g}" for name in names if name in measured)
+        log.info("  %s  generation %.3g s, scoring %.3g s, training %.3g s, sync %.3g s", told,
+                 *(measured[f"{name}_s"] for name in ("generation", "scoring", "training", "sync")))  # fmt: skip
+
+
+def ratios_of(groups: list[Group], samples: list[Sample]) -> dict[str, list[float]]:
+    """Trainer over engine for every token of a rollout's ids, where the trainer's log-probs were taken before the updates."""
+    known = {sample.sample_id: sample for sample in samples if sample.old_logprob is not None}
+    ratios = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        sample = known.get(f"{rollout.rollout_id}/{rollout.segment}")
+        if sample is not None:
+            drift = np.where(sample.loss_weight != 0, sample.old_logprob - sample.behaviour_logprob, 0.0)
+            ratios[sample.sample_id] = np.exp(drift)[len(rollout.prompt_ids) :].tolist()
+    return ratios
+
+
+def count_refused(bad: int, step: int, updated: dict[str, float], limit: int) -> int:
+    """Steps in a row with a refused update, this one included; RuntimeError when they reach `limit`."""
+    bad = bad + 1 if updated.get("skipped") else 0
+    if bad >= limit:
+        raise RuntimeError(f"{bad} steps in a row had an update refused for NaN or inf, the last is {step}: see the log")
+    return bad
+
+
+def scorer(config: RewardConfig | None, tokenizer: Any, place: Topology, engine: Engine) -> Any:
+    """What scores groups: on leaders the reward, elsewhere a name that is never called. None without a configuration."""
+    if config is None:
+        return None
+    return build_reward(config, tokenizer, place.device).score if engine.leads else "on the leaders"
+
+
+def versus(config: RlConfig) -> RewardConfig | None:
+    """The judge of two answers for the win rate: the pair-wise terms of the held-out judge, or else of the reward."""
+    for reward in filter(None, (config.heldout_reward, config.reward)):
+        terms = {name: term for name, term in reward.terms.items() if term.kind == "pairwise"}
+        if terms:
+            share = sum(term.weight for term in terms.values())
+            group = {
+                name: replace(term, weight=term.weight / share, gate=False, settings={**term.settings, "mode": "group", "references": None})
+                for name, term in terms.items()
+            }
+            return replace(reward, terms=group)
+    return None
+
+
+def sampling_of(config: RlConfig, tokenizer: Any) -> Sampling:
+    """The sampling with what ends a turn: the template's end, and the tokenizer's own."""
+    if config.sampling.stop_ids:
+        return config.sampling
+    end = tokenizer.convert_tokens_to_ids(Template(tokenizer, config.prompts.keep_all_think).end)
+    return replace(config.sampling, stop_ids=tuple(sorted({end, tokenizer.eos_token_id} - {None})))
+
+
+@job(RlConfig)
+def main(config: RlConfig) -> None:
+    """Run the stage, or describe it."""
+    report = describe_job(config)
+    if config.launch.dry_run:
+        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+        return
+    origin = find_origin(config.init_from, config.model)
+    frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
+    place = topology.initialize(config.parallel, config.seed)
+    with open_run(config, "rl") as run, StopSignal(place.device) as stop:
+        log.info("%s\n%s", run.folder, report)
+        own = bool(config.prompts.tokenizer or config.prompts.chat_template)
+        tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)
+        prompts = open_prompts(config.prompts, tokenizer, config.seed)
+
+        chunks = build(config.model, config.parallel)
+        reference = None
+        if config.policy.kl is not None:
+            load_start(frozen, chunks, config.model, config.seed)
+            reference = Reference(chunks)
+        if not run.resumes:
+            load_start(origin, chunks, config.model, config.seed)
+        trainer = Trainer(
+            chunks, config.optimizer, place, config.num_steps * config.update.updates,
+            distributed_optimizer=config.parallel.distributed_optimizer,
+        )  # fmt: skip
+        hf_files = companions(origin.hf_folder, tokenizer, run.folder / "hf", own, place.rank)
+        checkpoints = Checkpoints(run.folder, config.checkpoint, to_yaml(config), hf_files)
+        resumed = checkpoints.resume(trainer)
+        first = resumed.step if resumed else 0
+        policy = Policy(trainer, config.policy, config.update, reference)
+        engine = build_engine(config.engine, config.model, place, policy.probe)
+        engine.load_weights(trainer.weights(), version=first)
+        collector = Collector(
+            engine, prompts, scorer(config.reward, tokenizer, place, engine), config.collect,
+            sampling_of(config, tokenizer), tokenizer, run.folder,
+            seed=config.seed, num_steps=config.num_steps, stopping=lambda: stop.received is not None,
+        )  # fmt: skip
+        state = resumed.data_state if resumed else {}
+        filter_prompts(config, collector, prompts, run)
+        if resumed:
+            collector.restore(state["collector"])
+        judges = {"judge": config.heldout_reward, "versus": versus(config)} if prompts.heldout else {}
+        heldout = Heldout(
+            collector, prompts.heldout, config.evaluation.samples, run.folder, writes=run.rank == 0,
+            **{name: scorer(judge, tokenizer, place, engine) for name, judge in judges.items()},
+        ) if prompts.heldout else None  # fmt: skip
+        metrics = Metrics(
+            run, config.log, config.model,
+            num_steps=config.num_steps, devices=place.world, first_step=first, settings=flatten(config),
+        )  # fmt: skip
+        stage = Stage(
+            config, run, engine, trainer, policy, collector, heldout, Watch(config.watch, state.get("watch")), checkpoints,
+            metrics, stop, state.get("evaluated"), state.get("finished"),
+        )  # fmt: skip
+        try:
+            train(stage, first)
+        finally:
+            measured = metrics.close()
+        engine.close()
+        run.write_summary(config.seed, **measured, **summary(measured, metrics.rows), finished_early=int(bool(stage.finished)))
+
+
+def filter_prompts(config: RlConfig, collector: Collector, prompts: PromptSet, run: Run) -> None:
+    """Leave the collector the prompts that the starting model solves sometimes, if that is asked for."""
+    if config.prompt_filter is None:
+        return
+    try:
+        kept = filter_by_success(collector, prompts, config.prompt_filter, run.folder, run.rank == 0)
+    except Interrupted:
+        log.warning("stopped while filtering prompts; the same command continues")
+        sys.exit(REQUEUE_EXIT)
+    collector.prompts = prompts.only(kept)
+
+
+def summary(measured: dict[str, float], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """reward_ and win_rate_ before and after: by the held-out judge, else the reward on held-out prompts, else in training."""
+    rewards = [row["reward_mean"] for row in rows if row.get("reward_mean") is not None]
+    told = {"reward_before": rewards[0], "reward_after": rewards[-1]} if rewards else {}
+    for name, sources in {"reward": ("heldout_reward", "heldout_judge"), "win_rate": ("heldout_win_rate",)}.items():
+        for when in ("before", "after"):
+            told |= {f"{name}_{when}": measured[key] for s in sources if (key := f"{s}_{when}") in measured}
+    return told
+
+
+if __name__ == "__main__":
+    main()
