@@ -14,9 +14,8 @@ import json
 import os
 import random
 import time
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ import httpx
 
 T = TypeVar("T")
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)  # what a reader meets in an answer of another form
+LONGEST_WAIT_S = 600.0  # of a Retry-After
 SHOWN = 300  # characters of an answer in a message
 
 
@@ -93,7 +93,7 @@ class Client:
 
     def __init__(self, config: ClientConfig):
         self.config = config
-        self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
+        self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
 
     # ------------------------------------------------------------------ OpenAI-compatible
     async def chat(self, messages: list[dict[str, Any]], read: Callable[[str], Any] = str, **settings: Any) -> Any:
@@ -106,7 +106,6 @@ class Client:
         body = {"model": self.config.model, "prompt": prompt, **settings}
         return await self.post("/v1/completions", body, lambda answer: dict(answer["choices"][0]))
 
-    # ------------------------------------------------------------------ JSON
     async def post(
         self, path: str, body: Any = None, read: Callable[[Any], Any] = lambda answer: answer, *,
         params: dict[str, Any] | None = None, timeout_s: float | None = None, retries: int | None = None,
@@ -117,10 +116,8 @@ class Client:
         """
         file = self._cached(path, body, params)
         if file is not None and file.exists():
-            try:
+            with suppress(*UNREADABLE):  # half a file, or read by another reader: ask again
                 return read(json.loads(file.read_text())["answer"])
-            except UNREADABLE:
-                pass  # half a file, or read by another reader: ask again
         sent = {"json": body, "params": params}
         answer, result = await self._attempts(path, lambda: self._once("POST", path, read, timeout_s, **sent), retries)
         if file is not None:
@@ -139,15 +136,15 @@ class Client:
 
         Close it (contextlib.aclosing) to hang up: the server then stops. before_retry may raise to end the attempts.
         """
-        open_ = None
+        lines = None
         try:
-            open_, event = await self._attempts(path, lambda: self._open_stream(path, body), None, before_retry)
+            lines, event = await self._attempts(path, lambda: self._open_stream(path, body), None, before_retry)
             while event is not None:
                 yield event
-                event = await self._event(path, open_)
+                event = await self._event(path, lines)
         finally:
-            if open_ is not None:
-                await open_.aclose()
+            if lines is not None:
+                await lines.aclose()
 
     async def close(self) -> None:
         """Close this loop's connections."""
@@ -155,7 +152,6 @@ class Client:
         if lane is not None:
             await lane.http.aclose()
 
-    # ------------------------------------------------------------------ one attempt
     async def _once(self, method: str, path: str, read: Callable, timeout_s: float | None, **sent: Any) -> tuple[Any, Any]:
         """(the JSON answer, `read` of it)"""
         async with self._turn() as http, asyncio.timeout(timeout_s or self.config.timeout_s):
@@ -199,7 +195,7 @@ class Client:
             return
         said = f"status {status}: {text[:SHOWN] or '(no text)'}"
         if status in (408, 425, 429) or status >= 500:
-            raise _Retry(said, status, _retry_after(headers.get("retry-after")))
+            raise _Retry(said, status, _retry_after(headers.get("retry-after", "")))
         remedy = {401: "check the key (api_key_env)", 403: "check the key (api_key_env)", 404: "check base_url and model"}
         message = f"{self._url(path)} refused the request with {said}: {remedy.get(status, 'mend the request')}"
         raise RequestRefused(message, self._url(path), status, 1)
@@ -241,9 +237,10 @@ class Client:
     async def _turn(self) -> AsyncIterator[httpx.AsyncClient]:
         """A place among the requests under way, at the permitted rate."""
         loop = asyncio.get_running_loop()
-        lane = self._lanes.get(loop)
-        if lane is None:
-            lane = self._lanes[loop] = _Lane(self._connections(), asyncio.Semaphore(self.config.concurrency))
+        if loop not in self._lanes:
+            self._lanes = {other: lane for other, lane in self._lanes.items() if not other.is_closed()}
+            self._lanes[loop] = _Lane(self._connections(), asyncio.Semaphore(self.config.concurrency))
+        lane = self._lanes[loop]
         async with lane.gate:
             if self.config.rate is not None:
                 start = max(loop.time(), lane.next_start)
@@ -306,18 +303,13 @@ def _why(error: BaseException) -> str:
     return "timed out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
 
 
-def _retry_after(text: str | None) -> float:
-    """Seconds that a Retry-After header asks for, given as seconds or as a date; 0 when absent or unreadable."""
-    if not text:
-        return 0.0
-    try:
-        return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 0.0
+def _retry_after(text: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or as a date; 0 when unreadable."""
+    with suppress(TypeError, ValueError):
+        date = None if text.replace(".", "").strip().isdigit() else email.utils.parsedate_to_datetime(text)
+        seconds = float(text) if date is None else date.timestamp() - time.time()
+        return min(max(seconds, 0.0), LONGEST_WAIT_S)
+    return 0.0
 
 
 def _write(file: Path, content: Any) -> None:

@@ -13,10 +13,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +24,7 @@ from megatron_nb.model.hf import LiveWeights, WeightSource
 from megatron_nb.parallel.topology import Topology
 from megatron_nb.rollout.engine import Completion, Request, Sampling, Stop
 from megatron_nb.rollout.leader import of_leader, raise_on_every_rank
+from megatron_nb.rollout.server_config import ServerConfig, body_of, stream_of
 from megatron_nb.rollout.server_weights import Sender
 
 T = TypeVar("T")
@@ -36,34 +35,6 @@ DRAIN_S = 0.5  # for what a paused server still has to say
 REST_S = 60.0  # for which a server that failed gets no new streams while others do
 HOMES = 100_000  # streams whose server is remembered
 PROBE = (48, 16, 0.7)  # tokens of prompt and answer, and temperature, of the check after an update
-
-
-@dataclass
-class ServerConfig:
-    """Which servers, and how they get weights."""
-
-    urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])
-    model: str = "policy"  # the name the servers were given (--served-model-name)
-    transfer: Literal["files", "group"] = "group"  # of weights: a disk that both sides see, or a process group over TCP
-    folder: Path | None = None  # for files: on that disk
-    backend: Literal["gloo", "nccl"] = "gloo"  # of the process group
-    host: str | None = None  # this host's address as the servers see it; None: found out
-    bucket_mb: int = 512  # weights sent at once
-    concurrency: int = 256  # requests under way at each server
-    timeout_s: float = 600.0  # from one piece of an answer to the next, waiting for a place on the server included
-    update_timeout_s: float = 600.0  # of each step of a weight update
-    retries: int = 5  # of a request that fails before its first token
-    verify: bool = True  # compare log-probs with the trainer's after each update (when the engine was given a probe)
-    tolerance: float = 0.05  # of the mean absolute difference; fp32 on both sides reaches 1e-4
-
-    def __post_init__(self):
-        if not self.urls:
-            raise ValueError("engine.urls is empty: name at least one server, such as http://host:8000")
-        if self.transfer == "files" and self.folder is None:
-            raise ValueError("engine.transfer=files needs engine.folder: a folder that the trainer and the servers both see")
-        for name in ("bucket_mb", "concurrency", "timeout_s", "update_timeout_s", "tolerance"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name}={getattr(self, name)} must be positive")
 
 
 class ServerEngine:
@@ -124,7 +95,7 @@ class ServerEngine:
             elif not isinstance(error, RequestFailed):
                 raise error
             else:
-                self._homes.pop(_stream_of(request), None)
+                self._homes.pop(stream_of(request), None)
                 self._rest[server] = self._loop.time() + REST_S
                 if not ids and all(rest > self._loop.time() for rest in self._rest):
                     raise error
@@ -140,7 +111,7 @@ class ServerEngine:
 
     def _place(self, request: Request) -> int:
         """The server that has read this stream's beginning; else the least busy one that has not just failed."""
-        stream, now = _stream_of(request), self._loop.time()
+        stream, now = stream_of(request), self._loop.time()
         if stream not in self._homes:
             order = sorted(range(len(self.clients)), key=lambda i: (self._rest[i] > now, self._busy[i]))
             self._homes[stream] = order[0]
@@ -151,7 +122,7 @@ class ServerEngine:
 
     async def _sample(self, server: int, request: Request, ids: list[int], logprobs: list[float]) -> Stop:
         """Append what is sampled to `ids` and `logprobs` as it comes."""
-        body = {**_body(self.config.model, request), "stream": True}
+        body = {**body_of(self.config.model, request), "stream": True}
         events = self.clients[server].stream("/v1/completions", body, lambda: self._still_holds(server))
         reason = None
         async with aclosing(events) as events:
@@ -292,7 +263,7 @@ class ServerEngine:
         """(prompt and answer, log-probs of the answer) of every server."""
         prompt, answer, temperature = PROBE
         ids = random.Random(0).choices(range(5, 95), k=prompt)
-        body = _body(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
+        body = body_of(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
         choices = await asyncio.gather(*(client.complete(ids, **body) for client in self.clients))
         return [(ids + choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
@@ -320,21 +291,6 @@ class ServerEngine:
         await asyncio.gather(*others, return_exceptions=True)
         for client in self.clients:
             await client.close()
-
-
-def _stream_of(request: Request) -> str:
-    """What a request goes on with: "group/index/turn.part" is a part of the stream "group/index"."""
-    return request.request_id.rpartition("/")[0] or request.request_id
-
-
-def _body(model: str, request: Request) -> dict[str, Any]:
-    """Everything that decides the draw is said; nothing is left to the server's defaults."""
-    sampling = request.sampling
-    return {
-        "model": model, "prompt": request.ids, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature,
-        "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": 0.0, "repetition_penalty": 1.0, "seed": request.seed,
-        "stop_token_ids": list(sampling.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
-    }  # fmt: skip
 
 
 def _tensors(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:

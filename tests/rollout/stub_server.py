@@ -27,7 +27,6 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ LOOK_S = 0.002
 class Fault(NamedTuple):
     kind: str
     status: int
-    headers: dict[str, str]
+    headers: dict
     text: str
 
 
@@ -62,6 +61,7 @@ class StubServer:
         self.cache: dict[tuple[int, ...], torch.Tensor] = {}  # prefix -> logits of the next token
         self.token_delay = 0.0
         self.requests: list[tuple[str, Any]] = []
+        self.headers: dict[str, str] = {}  # of the last request
         self.hung_up: list[dict] = []
         self.chat = lambda body: "fine"
         self.link: Link | None = None
@@ -85,18 +85,17 @@ class StubServer:
 
     def stop(self) -> None:
         """Close the port and every connection, as a killed server does."""
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.shutdown(), self._http.server_close()
         for connection in list(self._connections):
             _close(connection)
         self.epoch += 1
 
     # ------------------------------------------------------------------ controls
-    def hold(self, after: int) -> None:
+    def hold(self, after: float) -> None:
         self._hold_after = after
 
     def release(self) -> None:
-        self._hold_after = float("inf")
+        self.hold(float("inf"))
 
     def wait_held(self, count: int, timeout: float = 20.0) -> None:
         end = time.monotonic() + timeout
@@ -115,11 +114,10 @@ class StubServer:
             self.epoch += 1
 
     def count(self, path: str) -> int:
-        return Counter(path for path, _ in self.requests)[path]
+        return [asked for asked, _ in self.requests].count(path)
 
     def fault_of(self, path: str) -> Fault | None:
-        planned = self._faults.get(path)
-        return planned.pop(0) if planned else None
+        return self._faults[path].pop(0) if self._faults.get(path) else None
 
     # ------------------------------------------------------------------ the model
     @torch.no_grad()
@@ -183,11 +181,9 @@ class StubServer:
         return {"results": [{name: getattr(self, name) for name in names}]}
 
     def init_weight_transfer_engine(self, body, query):
-        info = body["init_info"]
-        self.link = Link.joined(
-            info["host"], info["port"], info["first_rank"], info["world"], info["backend"], info["timeout_s"]
-        )
-        return {"message": "initialized"}
+        info = dict(body["init_info"])
+        self.link = Link.joined(rank=info.pop("first_rank"), **info)
+        return {}
 
     def start_weight_update(self, body, query):
         assert not self.running.is_set(), "weights change only while the server is paused"
@@ -226,8 +222,8 @@ def _close(connection: socket.socket) -> None:
 class _Handler(BaseHTTPRequestHandler):
     stub: StubServer
     protocol_version = "HTTP/1.1"
-    ROUTES = ("pause", "resume", "reset_prefix_cache", "collective_rpc", "init_weight_transfer_engine", "start_weight_update",
-              "update_weights", "finish_weight_update")  # fmt: skip
+    ROUTES = {"pause", "resume", "reset_prefix_cache", "collective_rpc", "init_weight_transfer_engine", "start_weight_update",
+              "update_weights", "finish_weight_update"}  # fmt: skip
 
     def setup(self):
         super().setup()
@@ -248,6 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         place = urlsplit(self.path)
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
         self.stub.requests.append((place.path, body))
+        self.stub.headers = dict(self.headers)
         fault = self.stub.fault_of(place.path)
         try:
             if fault is not None:
@@ -291,10 +288,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _gone(self) -> bool:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return bool(select.select([self.connection], [], [], 0)[0]) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except (OSError, ValueError):
-            return True
+        return True
 
     def _complete(self, body: dict) -> None:
         vocabulary = self.stub.model.config.vocab_size

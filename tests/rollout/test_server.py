@@ -181,6 +181,7 @@ def test_abort_keeps_what_was_sampled_and_stops_the_server(stub, engine_of):
     async def main():
         task = asyncio.create_task(engine.generate(request("x/0/0.0")))
         await asyncio.to_thread(stub.wait_held, 1)
+        await asyncio.sleep(0.2)  # for what was sent to be read
         await engine.abort("nobody")
         await engine.abort("x/0/0.0")
         return await task
