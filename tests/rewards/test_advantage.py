@@ -170,6 +170,17 @@ def test_the_recipe_adds_the_normalised_turn_reward():
     assert samples[1].advantage[2:5] == pytest.approx([a[1] + added[2]] * 3, abs=1e-5)
 
 
+def test_the_unbiased_credit_is_what_is_still_to_come_against_the_others():
+    config = CreditConfig(advantage="rloo", turn_credit="unbiased", turn_weight=0.3, max_turns=10)
+    samples, _ = credit(grouped(*turn_rows()), config, turn_baseline=0.1)
+    to_go = np.array([[0.8 + 0.1, 0.1, 0.1], [0.3, 0, 0], [0.9 - 1.1, -1.1, -1.1]])  # r - 0.1; a tool's turn adds nothing
+    added = 0.3 / 10 * (to_go - (to_go.sum(0) - to_go) / 2)
+    a = [1 - 2 / 2, 0 - 3 / 2, 2 - 1 / 2]
+    assert samples[0].advantage[[2, 6]] == pytest.approx(a[0] + added[0, [0, 2]], abs=1e-6)
+    assert samples[1].advantage[2] == pytest.approx(a[1] + added[1, 0], abs=1e-6)
+    assert samples[2].advantage[[2, 5]] == pytest.approx(a[2] + added[2, [0, 2]], abs=1e-6)
+
+
 def test_turns_go_on_counting_over_the_rows_of_a_rollout():
     whole = [rollout("g", 0, 1, (5,) * 3, turns=[(1, 0.1), (1, 0.5), (1, 0.9)]), rollout("g", 1, 0, (5,), turns=[(1, 0.3)])]
     later = rollout("g", 0, 1, (5, 5), segment=1, turns=[(1, 0.5), (1, 0.9)])

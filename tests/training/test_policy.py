@@ -88,7 +88,7 @@ def _unchanged(temperature):
     policy, samples = make(dict(temperature=temperature), dict(epochs=2), optimizer=dict(lr=0.0)), rows()
     policy.logprobs(samples, "behaviour_logprob")
     right = policy.update(samples)
-    policy.loss.temperature = policy._reading.temperature = 1.0
+    policy.loss.temperature = policy.loss.config.temperature = 1.0
     return right, policy.update(samples)
 
 
@@ -144,8 +144,7 @@ def _empty():
 
 # ---------------------------------------------------------------------- the reference
 def _swapped(parallel, optimizer, model):
-    """State before and after a pass by the reference, and the log-probs of both."""
-    from megatron_nb.training.optimizer import sync_parameters
+    """What a pass by the reference, right after an update, leaves behind."""
     from tests.training.tiny import moments, weights
 
     policy, samples = make(dict(kl="k3", kl_coefficient=0.1), {}, True, parallel, optimizer, **model), rows()
@@ -153,24 +152,22 @@ def _swapped(parallel, optimizer, model):
     first = [s.ref_logprob for s in samples]
     policy.update(samples)
     policy.update(samples)
-    sync_parameters(policy.trainer.chunks)
     places = [p.data_ptr() for chunk in policy.trainer.chunks for p in chunk.parameters()]
-    before, state, frozen = weights(policy.trainer), moments(policy.trainer), [p.clone() for p in policy.reference.frozen]
-    policy.logprobs(samples, "old_logprob")
+    state, frozen = moments(policy.trainer), [p.clone() for p in policy.reference.frozen]
     with policy.reference.in_place(policy.trainer.chunks):
         policy.logprobs(samples, "ref_logprob")
         during = weights(policy.trainer)
-    moved = max(float((before[n] - during[n]).abs().max()) for n in before)
-    after = weights(policy.trainer)
-    same = all(torch.equal(before[n], after[n]) for n in before) and all(
-        torch.equal(a, b) for a, b in zip(state.values(), moments(policy.trainer).values())
-    )
-    same = same and all(torch.equal(a, b) for a, b in zip(frozen, policy.reference.frozen))
-    same = same and places == [p.data_ptr() for chunk in policy.trainer.chunks for p in chunk.parameters()]
-    told = policy.update(samples)
-    as_first = all(np.array_equal(a, s.ref_logprob) for a, s in zip(first, samples))
+    after = weights(policy.trainer)  # no rank may be left with what it had not yet gathered
+    truth = {n: state[f"master/{n}"].to(after[n].dtype) for n in after}  # the optimizer's own copy
+    faults = [n for n in after if not torch.equal(after[n], truth[n])]
+    faults += [n for n, value in moments(policy.trainer).items() if not torch.equal(value, state[n])]
+    faults += ["frozen"] * any(not torch.equal(a, b) for a, b in zip(frozen, policy.reference.frozen))
+    faults += ["places"] * (places != [p.data_ptr() for chunk in policy.trainer.chunks for p in chunk.parameters()])
+    faults += ["log-probs"] * any(not np.array_equal(a, s.ref_logprob) for a, s in zip(first, samples))
+    policy.logprobs(samples, "old_logprob")
+    moved = max(float((after[n] - during[n]).abs().max()) for n in after)
     differs = max(float(np.abs(s.ref_logprob - s.old_logprob).max()) for s in samples)
-    return same, as_first, moved, differs, told["kl_ref"]
+    return faults, moved, differs, policy.update(samples)["kl_ref"]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +182,8 @@ def _swapped(parallel, optimizer, model):
 def test_the_reference_gives_the_first_weights_log_probs_and_leaves_everything_bit_for_bit(
     ranks, world, parallel, optimizer, model
 ):
-    for same, as_first, moved, differs, kl in ranks.run(world, _swapped, parallel, optimizer, model):
-        assert same and as_first and moved > 1e-4 and differs > 1e-3 and kl > 0
+    for faults, moved, differs, kl in ranks.run(world, _swapped, parallel, optimizer, model):
+        assert not faults and moved > 1e-4 and differs > 1e-3 and kl > 0, faults
 
 
 def _restored_after_a_failure():
@@ -246,7 +243,8 @@ def _broken_model(parallel):
     """One token's embedding is NaN; only row g/1/0 holds it."""
     from tests.training.tiny import weights
 
-    policy, samples = make(parallel=parallel, update=dict(pack_tokens=40)), rows()
+    # the ring multiplies what stands at keys it may not see by 0, and 0 * NaN is NaN: there, a pack for every row
+    policy, samples = make(parallel=parallel, update=dict(pack_tokens=40 if parallel else 96)), rows()
     for sample in samples:
         sample.ids[sample.ids == 299] = 0
     samples[2].ids[8] = 299
