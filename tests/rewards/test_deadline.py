@@ -4,7 +4,10 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -103,9 +106,6 @@ def test_a_coroutine_that_ignores_its_cancellation_is_invalid_by_its_deadline():
 
 
 def test_the_rewards_of_a_job_that_is_killed_leave_no_worker(tmp_path):
-    import subprocess
-    import sys
-
     script = tmp_path / "job.py"
     script.write_text(
         "import asyncio\n"
@@ -126,7 +126,7 @@ def test_the_rewards_of_a_job_that_is_killed_leave_no_worker(tmp_path):
             os.kill(worker, 0)
         except ProcessLookupError:
             return
-        if "Z" in open(f"/proc/{worker}/stat").read().split(")")[1].split()[0]:
+        if "Z" in Path(f"/proc/{worker}/stat").read_text().split(")")[1].split()[0]:
             return  # its new parent has yet to collect it
         time.sleep(0.1)
     pytest.fail("the worker outlived its job")

@@ -46,7 +46,8 @@ def test_length_and_repetition_count_sampled_tokens_alone():
 
 
 @pytest.mark.parametrize(
-    ("items", "n", "share"), [("abab", 2, 1 / 3), ("aaaa", 2, 2 / 3), ("abcd", 2, 0), ("a", 2, 0), ("", 1, 0), ("aab", 1, 1 / 3)]
+    ("items", "n", "share"),
+    [("abab", 2, 1 / 3), ("aaaa", 2, 2 / 3), ("abcd", 2, 0), ("a", 2, 0), ("", 1, 0), ("aab", 1, 1 / 3)],
 )
 def test_repetition_is_the_share_of_n_grams_seen_before(items, n, share):
     assert repeated_share(items, n) == pytest.approx(share)

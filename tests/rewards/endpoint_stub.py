@@ -1,0 +1,65 @@
+"""A server of chat completions and of /pooling whose answers the request's text chooses."""
+
+import json
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+FAILURES = ("429", "500", "400", "nonsense", "nothing", "no json", "other form", "hang up", "hang")
+
+
+class Stub(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: Counter[str] = Counter()  # failure -> how often
+        self.bodies: list[dict] = []
+        self.released = threading.Event()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self):
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        if self.path == "/pooling":
+            return self._send(200, json.dumps({"data": [{"index": 0, "data": [float(len(body["input"][0]))]}]}))
+        text = body["messages"][0]["content"]
+        kind = next((kind for kind in FAILURES if f"<{kind}>" in text), "")
+        self.server.asked[kind] += 1
+        if kind == "hang":
+            return self.server.released.wait(60)
+        if kind == "hang up":
+            self.close_connection = True
+            return self.connection.shutdown(2)
+        if kind in ("429", "500", "400"):
+            return self._send(int(kind), '{"error": "as you wish"}')
+        if kind == "nothing":
+            return self._send(200, "")
+        if kind in ("no json", "other form"):
+            return self._send(200, "<html>" if kind == "no json" else '{"choices": []}')
+        reply = "I could not say." if kind == "nonsense" else "<think>Grade: 1</think>Good.\nGrade: 7"
+        return self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}))
+
+    def _send(self, status: int, text: str):
+        time.sleep(0.001)
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
