@@ -40,10 +40,11 @@ class Pairwise:
     device: Any = "cpu"  # given by the job
 
     def __post_init__(self):
-        forward, self._tokenizer, self._kind = load_scorer(self.checkpoint, self.device, self.dtype)
-        if self._kind == "pointwise":
+        self._scorer = load_scorer(self.checkpoint, self.device, self.dtype)
+        self._tokenizer = self._scorer.tokenizer
+        if self._scorer.kind == "pointwise":
             raise ValueError(f"checkpoint={self.checkpoint!r} is of kind pointwise: it cannot judge pairs; use kind: pointwise")
-        self._batcher = Batcher(forward)
+        self._batcher = Batcher(self._scorer.forward)
         self._references = read_references(self.references) if self.references else None
 
     async def score(self, group: Group) -> list[Score]:
@@ -84,7 +85,7 @@ class Pairwise:
         return wins
 
     def _ids(self, conversation: Conversation, a: str, b: str) -> list[int]:
-        if self._kind == "pairwise":
+        if self._scorer.kind == "pairwise":
             return pair_ids(conversation, a, b, self._tokenizer)
         asked = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True

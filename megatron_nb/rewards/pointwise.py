@@ -38,10 +38,11 @@ class Pointwise:
             self._client = Client(ClientConfig(self.url, self.model, self.api_key_env))
             self._tokenizer = load_tokenizer(self.checkpoint)
             return
-        forward, self._tokenizer, kind = load_scorer(self.checkpoint, self.device, self.dtype)
+        self._scorer = load_scorer(self.checkpoint, self.device, self.dtype)
+        kind, self._tokenizer = self._scorer.kind, self._scorer.tokenizer
         if kind != "pointwise":
             raise ValueError(f"checkpoint={self.checkpoint!r} is of kind {kind}: the point-wise reward needs a pointwise one")
-        self._batcher = Batcher(forward)
+        self._batcher = Batcher(self._scorer.forward)
 
     async def score_rollout(self, prompt: Prompt, rollout: Rollout) -> Score:
         ids = answer_ids(prompt.conversation, final_answer(rollout.text), self._tokenizer)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,33 +95,47 @@ class LastLogits(torch.nn.Module):
         return self.model.config.pad_token_id or 0
 
 
-def load_scorer(
-    checkpoint: str, device: torch.device | str, dtype: str
-) -> tuple[Callable[[Rows], torch.Tensor], PreTrainedTokenizerBase, str]:
-    """(rows -> scores, tokenizer, kind: pointwise | pairwise | letters) of a run, a step folder or a Hugging Face folder.
+@dataclass(eq=False)
+class Scorer:
+    """A loaded model: rows -> scores; kind: pointwise | pairwise | letters (a language model, which is to answer A or B)."""
 
-    letters: a language model, which is to answer A or B. ValueError when the folder holds none of these.
+    forward: Callable[[Rows], torch.Tensor]
+    tokenizer: PreTrainedTokenizerBase
+    kind: str
+
+
+_LOADED: weakref.WeakValueDictionary[tuple[str, str, str], Scorer] = weakref.WeakValueDictionary()
+
+
+def load_scorer(checkpoint: str, device: torch.device | str, dtype: str) -> Scorer:
+    """The model of a run, a step folder or a Hugging Face folder; terms that name the same one at the same time share it.
+
+    ValueError when the folder holds none.
     """
+    key = (str(Path(checkpoint).resolve()), str(device), dtype)
+    if (found := _LOADED.get(key)) is None:
+        found = _LOADED[key] = Scorer(*_load(checkpoint, device, getattr(torch, dtype)))
+    return found
+
+
+def _load(
+    checkpoint: str, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Callable[[Rows], torch.Tensor], PreTrainedTokenizerBase, str]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    kind = getattr(torch, dtype)
     folder = Path(checkpoint)
-    if resolve(checkpoint) is not None:
-        return load_reward_model(checkpoint, device, kind)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"checkpoint={checkpoint!r} holds neither a run, a step nor a Hugging Face model: check the path")
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json") if resolve(checkpoint) is None else {}
     architecture = (raw.get("architectures") or [""])[0]
+    if not raw or architecture.startswith(OURS) and not architecture.endswith("ForCausalLM"):
+        return load_reward_model(checkpoint, device, dtype)
+    tokenizer = load_tokenizer(checkpoint)
     if architecture.endswith("ForCausalLM"):
-        tokenizer = load_tokenizer(checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).to(device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
         return LastLogits(model, letters_of(tokenizer, checkpoint)), tokenizer, "letters"
-    if architecture.startswith(OURS):
-        return load_reward_model(checkpoint, device, kind)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=kind, local_files_only=True).to(device)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
     if model.config.num_labels != 1:
         raise ValueError(f"checkpoint={checkpoint!r} has {model.config.num_labels} labels: a reward model has one")
-    return LastLogits(model), load_tokenizer(checkpoint), "pointwise"
+    return LastLogits(model), tokenizer, "pointwise"
 
 
 def letters_of(tokenizer: PreTrainedTokenizerBase, checkpoint: str) -> tuple[int, int]:

@@ -1,9 +1,11 @@
 """Rewards by models: scores against one forward pass per row, both orders, batching across calls, faults."""
 
 import asyncio
+import gc
 import json
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -237,10 +239,20 @@ def test_a_checkpoint_of_another_kind_is_refused(folders, kind, model, complaint
         scores(term(kind, folders.get(model, "/nowhere")), group_of("a"))
 
 
+def test_terms_with_the_same_checkpoint_share_one_model_for_as_long_as_they_live(folders):
+    first, second = (Pairwise(folders["pairwise"], mode=mode) for mode in ("group", "reference"))
+    assert first._scorer is second._scorer is not load_scorer(folders["pairwise"], "cpu", "bfloat16")
+    gone = weakref.ref(first._scorer.forward)
+    del first, second
+    gc.collect()
+    assert gone() is None
+
+
 # ------------------------------------------------------------------ batching
 @pytest.mark.parametrize("kind", ["pointwise", "pairwise", "letters", "bert"])
 def test_batches_give_the_same_scores_as_one_by_one(folders, kind):
-    forward, tokenizer, _ = load_scorer(folders[kind], "cpu", "float32")
+    scorer = load_scorer(folders[kind], "cpu", "float32")
+    forward, tokenizer = scorer.forward, scorer.tokenizer
     conversation = group_of("").prompt.conversation
     rows = [answer_ids(conversation, text, tokenizer) for text in TEXTS]
     rows += [answer_ids(conversation, "words " * n, tokenizer) for n in (70, 3, 70)]  # equal lengths and far ones
