@@ -3,7 +3,8 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint verify verify-conversion test-256k bench-train bench-data bench-kernels mutate-kernels gpu-check
+.PHONY: help setup quickstart demo-rl demo-rl-seeds test test-serve lint verify verify-conversion verify-swap test-256k \
+	bench-train bench-rl bench-engine bench-data bench-kernels mutate-kernels gpu-check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,6 +14,12 @@ setup:  ## make .venv and install (PYTHON=... names the interpreter)
 
 quickstart: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after
 	$(PY) tools/quickstart.py
+
+demo-rl: setup  ## a small model, two reward models and both RL stages on the CPU, judged by held-out reward models; 15 minutes
+	$(PY) tools/demo_rl.py $(if $(SEED),--seed $(SEED))
+
+demo-rl-seeds: setup  ## the same over three seeds, with the standard error over them
+	$(PY) tools/demo_rl.py --seeds 3
 
 test: setup  ## all tests that need no GPU; prints what was skipped and why
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
@@ -28,6 +35,12 @@ test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
 
 bench-train: setup  ## tokens per second beside TRL's SFTTrainer
 	$(PY) tools/bench_train.py
+
+bench-rl: setup  ## seconds per GRPO step beside TRL's GRPOTrainer
+	$(PY) tools/bench_rl.py
+
+bench-engine: setup  ## rollout tokens per second beside transformers, and weight sync beside a raw exchange
+	$(PY) tools/bench_engine.py
 
 bench-data: setup  ## packing, and tokenising beside datasets.map
 	OMP_NUM_THREADS=1 $(PY) tools/bench_data.py

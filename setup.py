@@ -16,6 +16,8 @@ setup(
         "megatron-core==0.19.2",  # parallel/cpu.py patches symbols of exactly this release and asserts that they exist
         "transformers>=5.24,<6",
         "gguf>=0.19",
+        "httpx>=0.28,<1",
+        "math-verify[antlr4_9_3]>=0.9,<1",  # Hydra needs this release of antlr too
         "hydra-core>=1.3.2,<1.4",
         "wandb>=0.31",
         "nvidia-dali-cuda130>=2.4,<3",  # its CPU pipelines need no GPU
