@@ -165,6 +165,17 @@ def _ready_torch_adam(optimizer: MegatronOptimizer) -> None:
                 }
 
 
+def _leave_out_transfers_within_one_rank(wrapped: list[DistributedDataParallel]) -> None:
+    """A single data-parallel rank has the summed gradients and all parameters; gloo would copy them all the same."""
+    for model in wrapped:
+        if model.dp_cp_group.size() > 1 or model.ddp_config.overlap_grad_reduce:
+            continue
+        for group in model.bucket_groups:
+            assert all(b.gradient_scaling_factor == 1.0 and not b.params_with_extra_main_grads for b in group.buckets)
+            group.start_grad_sync = lambda force_all_reduce=False: None
+            group.start_param_sync = lambda force_sync=False: None
+
+
 def optimize(
     models: list[GPTModel], config: OptimizerConfig, num_steps: int, distributed_optimizer: bool = True
 ) -> tuple[list[DistributedDataParallel], MegatronOptimizer, OptimizerParamScheduler]:
@@ -199,6 +210,7 @@ def optimize(
     wrapped = [
         DistributedDataParallel(core, ddp_config, model, disable_bucketing=chunk > 0) for chunk, model in enumerate(models)
     ]
+    _leave_out_transfers_within_one_rank(wrapped)
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, use_gloo_process_groups=False)
     for inner in inner_optimizers(optimizer):
         assert type(inner.optimizer) is adam, f"{type(inner.optimizer)} was built, optimizer.backend={config.backend} is {adam}"

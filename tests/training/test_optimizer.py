@@ -138,6 +138,42 @@ def test_torch_is_used_when_named_even_where_another_is_installed(ranks):
     assert ranks.run(1, _backend_where_another_is_installed) == [("AdamW", False)]
 
 
+# ---------------------------------------------------------------------- one data-parallel rank
+def _one_rank(distributed: bool, left_out: bool):
+    """(losses and norms of three steps, weights, collectives that a whole step runs over gradients or parameters)."""
+    import torch.distributed as dist
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron_nb.training import optimizer
+    from tests.training import tiny
+
+    leave_out, calls = optimizer._leave_out_transfers_within_one_rank, []
+    names = [(dist, "all_reduce"), (param_and_grad_buffer, "dist_reduce_scatter_func"),
+             (param_and_grad_buffer, "dist_all_gather_func")]  # fmt: skip
+    originals = [getattr(module, name) for module, name in names]
+    try:
+        if not left_out:
+            optimizer._leave_out_transfers_within_one_rank = lambda wrapped: None
+        trainer = tiny.trainer({}, {"distributed_optimizer": distributed})
+        large = sum(p.numel() for p in trainer.chunks[0].parameters()) // 2
+        for (module, name), original in zip(names, originals):
+            counting = lambda x, *a, original=original, **k: (calls.append(x.numel() > large), original(x, *a, **k))[1]  # noqa: E731
+            setattr(module, name, counting)
+        return tiny.train(trainer, range(3)), tiny.weights(trainer), sum(calls)
+    finally:
+        optimizer._leave_out_transfers_within_one_rank = leave_out
+        for (module, name), original in zip(names, originals):
+            setattr(module, name, original)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_one_data_rank_moves_neither_gradients_nor_parameters_and_computes_the_same(ranks, distributed):
+    without, weights, calls = ranks.run(1, _one_rank, distributed, True)[0]
+    core, expected, core_calls = ranks.run(1, _one_rank, distributed, False)[0]
+    assert without == core and all(weights[name].equal(expected[name]) for name in expected)
+    assert calls == 0 < core_calls
+
+
 # ---------------------------------------------------------------------- weight decay
 def _decayed(parallel: dict):
     """Names of the parameters that a step without gradients shrinks."""
