@@ -142,6 +142,8 @@ def tell(stage: Stage, step: int, groups: list[Group], samples: list[Sample], me
     lengths = [len(rollout.prompt_ids) + len(rollout.ids) for rollout in rollouts]
     measured = {"loss": math.nan, "lr": math.nan, "grad_norm": math.nan} | measured
     measured |= {"trained_tokens": measured.pop("tokens", 0.0), "tokens": sum(lengths)}
+    if stage.config.policy.kl is None:
+        measured.pop("kl_ref", None)  # against nothing
     measured["generated_tokens_per_s"] = measured["generated_tokens"] / max(measured["generation_s"], 1e-9)
     stage.metrics.step(step, squared_lengths=sum(n * n for n in lengths), **measured)
     if step % stage.config.log.every == 0:
@@ -183,12 +185,11 @@ def versus(config: RlConfig) -> RewardConfig | None:
     for reward in filter(None, (config.heldout_reward, config.reward)):
         terms = {name: term for name, term in reward.terms.items() if term.kind == "pairwise"}
         if terms:
-            share = sum(term.weight for term in terms.values())
-            group = {
-                name: replace(term, weight=term.weight / share, gate=False, settings={**term.settings, "mode": "group", "references": None})
+            share, how = sum(term.weight for term in terms.values()), {"mode": "group", "references": None}
+            return replace(reward, terms={
+                name: replace(term, weight=term.weight / share, gate=False, settings=term.settings | how)
                 for name, term in terms.items()
-            }
-            return replace(reward, terms=group)
+            })  # fmt: skip
     return None
 
 
@@ -232,7 +233,8 @@ def main(config: RlConfig) -> None:
         resumed = checkpoints.resume(trainer)
         first = resumed.step if resumed else 0
         policy = Policy(trainer, config.policy, config.update, reference)
-        engine = build_engine(config.engine, config.model, place, policy.probe)
+        longest = config.prompts.max_tokens + config.sampling.max_tokens
+        engine = build_engine(config.engine, config.model, place, longest, policy.probe)
         engine.load_weights(trainer.weights(), version=first)
         collector = Collector(
             engine, prompts, scorer(config.reward, tokenizer, place, engine), config.collect,

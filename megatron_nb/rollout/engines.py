@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_nb.model.shape import ModelConfig
@@ -25,11 +25,13 @@ class EngineConfig:
 
 
 def build_engine(
-    config: EngineConfig, model: ModelConfig, place: Topology, probe: Callable[[list[int], int, float], list[float]]
-) -> Engine:
-    """Collective. probe(ids, start, temperature): the trainer's log-probs of ids[start:], to check a server by."""
+    config: EngineConfig, model: ModelConfig, place: Topology, longest: int,
+    probe: Callable[[list[int], int, float], list[float]],
+) -> Engine:  # fmt: skip
+    """Collective. longest: tokens of prompt and answer; probe(ids, start, temperature): trainer's log-probs of ids[start:]."""
     if config.kind == "native":
-        return NativeEngine(config.native, model, place)
+        native = replace(config.native, max_sequence_length=config.native.max_sequence_length or longest)
+        return NativeEngine(native, model, place)
     return ServerEngine(config.server, place, probe)
 
 
