@@ -18,6 +18,7 @@ import re
 import sys
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -62,15 +63,16 @@ def cells(found: Numbers) -> list[str]:
     ]
 
 
-COLUMNS = ["rollouts", "invalid", "mean reward", "spread", "range", "mean length", "cut off"]
+COLUMNS = ["n", "invalid", "reward", "spread", "range", "tokens", "cut"]  # reward, tokens: means; cut: ended by length
 
 
 def number_table(title: str, first: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, show_edge=False,
+                  pad_edge=False, collapse_padding=True)  # fmt: skip
     for name in first:
-        table.add_column(name, overflow="ellipsis", no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -81,7 +83,7 @@ def last_user(prompt: list[dict]) -> str:
 
 
 def steps_table(steps: dict[int, Numbers]) -> Table:
-    table = number_table("by step", ["step", "groups", "of equal rewards"])
+    table = number_table("by step", ["step", "groups", "equal"])  # equal: groups of equal rewards, which teach nothing
     for step, found in steps.items():
         table.add_row(str(step), str(found.groups), str(found.equal or "-"), *cells(found))
     return table
@@ -89,9 +91,8 @@ def steps_table(steps: dict[int, Numbers]) -> Table:
 
 def groups_table(episodes: list[Episode]) -> Table:
     table = number_table("by group", ["step", "group", "prompt"])
-    table.columns[2].max_width = 40
     for (step, name), group in by_group(episodes).items():
-        table.add_row(str(step), Text(visible(name)), Text(last_user(group[0].prompt)), *cells(numbers(group)))
+        table.add_row(str(step), Text(visible(name)), Text(last_user(group[0].prompt)[:48]), *cells(numbers(group)))
     return table
 
 
