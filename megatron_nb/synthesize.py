@@ -109,7 +109,7 @@ def describe_job(config: SynthesizeConfig, questions: list[Question], dropped: C
         lines.append(f"{side:<12} {answerer.told}{about}; {answerer.samples} answers of at most {answerer.max_tokens} tokens, "
                      f"temperature {answerer.temperature:g}")  # fmt: skip
     lines.append(f"judge        {', '.join(config.judge.terms) or 'none: the answer of the strong model is the better one'}")
-    lines.append(f"parts        {', '.join(f'{name} {share:.0%}' for name, share in config.pairs.parts.items())}")
+    lines.append(f"parts        {', '.join(f'{name} {share:.0%}' for name, share in config.pairs.parts.items()) or 'one'}")
     return "\n".join(lines)
 
 

@@ -129,7 +129,8 @@ class Demo:
         words = [
             *self.shape, "parallel=cpu2", "context=2k", "data=files", "data.chat_template=chatml", f"seq_len={PACK}",
             f"data.sources.chat.path={self.data}/{rows}.jsonl", "data.sources.chat.weight=1",
-            f"data.tokenizer={self.tokenizer}", "global_batch_size=2", f"num_steps={steps}", f"checkpoint.every={steps}", f"optimizer.lr={lr}",
+            f"data.tokenizer={self.tokenizer}", "global_batch_size=2",
+            f"num_steps={steps}", f"checkpoint.every={steps}", f"optimizer.lr={lr}",
             f"optimizer.min_lr={lr / 20}", f"optimizer.warmup_steps={min(10, steps // 2)}", "data.workers=0",
             "data.loader_workers=0", f"data.cache_dir={self.folder}/cache", *([f"init_from={start}"] if start else []),
         ]  # fmt: skip
@@ -138,7 +139,7 @@ class Demo:
         self.stage((name, "sft", words), ranks=2)
 
     def pairs(self) -> None:
-        engine = ["engine.kv_cache_gb=0.25", "engine.block_size=32", f"engine.max_sequence_length={PROMPT + ANSWER}"]
+        engine = ["engine.kv_cache_gb=0.25", "engine.block_size=16", f"engine.max_sequence_length={PROMPT + ANSWER}"]
         sides = [f"{side}.{word}" for side in ("strong", "weak")
                  for word in (f"checkpoint={self.folder}/{side}", f"max_tokens={ANSWER}", "temperature=1")]  # fmt: skip
         self.stage(("pairs", "synthesize", [
@@ -173,7 +174,7 @@ class Demo:
                 f"reward.terms.model.settings.checkpoint={self.folder}/reward_{kind}",
                 "heldout_reward.terms.judge.kind=pointwise",
                 f"heldout_reward.terms.judge.settings.checkpoint={self.folder}/judge_pointwise",
-                "engine.native.kv_cache_gb=0.25", "engine.native.block_size=32", "engine.native.max_concurrency=128",
+                "engine.native.kv_cache_gb=0.25", "engine.native.block_size=16", "engine.native.max_concurrency=128",
                 f"engine.native.max_sequence_length={PROMPT + ANSWER}", f"update.pack_tokens={PACK}",
                 f"collect.num_prompts={size.rl_batch}", "collect.group_size=8", f"num_steps={size.rl_steps}",
                 f"evaluation.every={self.every}", f"optimizer.lr={size.rl_lr}", f"checkpoint.every={size.rl_steps}", *limit,

@@ -55,13 +55,13 @@ class PairsConfig:
 
     margin: float = 0.0  # scores that differ by no more are a tie, and ties are dropped
     balance_length: bool = True
-    parts: dict[str, float] = field(default_factory=lambda: {"train": 0.95, "heldout": 0.05})  # file name: share of prompts
+    parts: dict[str, float] = field(default_factory=dict)  # file name: share of prompts; empty: one file, pairs.jsonl
 
     def validate(self) -> None:
         """Raises ValueError for what no job could use."""
         if self.margin < 0:
             raise ValueError(f"pairs.margin={self.margin} must not be negative")
-        if not self.parts or min(self.parts.values()) <= 0 or abs(sum(self.parts.values()) - 1) > 1e-6:
+        if self.parts and (min(self.parts.values()) <= 0 or abs(sum(self.parts.values()) - 1) > 1e-6):
             raise ValueError(f"pairs.parts={self.parts} must be shares above 0 that sum to 1")
 
 
@@ -202,13 +202,14 @@ def write_pairs(folder: Path, judged: list[Judged], config: PairsConfig, models:
     kept: list[Pair] = []
     measured: dict[str, float] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for name in config.parts:
-        part = [pair for pair in found if part_of(pair.question, config.parts) == name]
+    parts = config.parts or {"pairs": 1.0}
+    for name in parts:
+        part = [pair for pair in found if part_of(pair.question, parts) == name]
         if config.balance_length:
             part = balanced(part, seed)
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(_row(pair, models)) + "\n" for pair in part))
         kept += part
-        measured[f"pairs_{name}"] = len(part)
+        measured |= {f"pairs_{name}": len(part)} if config.parts else {}
     dropped["length_balance"] = len(found) - len(kept)
     before, after = length_bias(found), length_bias(kept)
     measured |= {f"{key}_before": value for key, value in before.items()} | {f"{key}_after": v for key, v in after.items()}
