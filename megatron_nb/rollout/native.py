@@ -135,6 +135,8 @@ class NativeEngine:
                 result, error = self._loop.run_until_complete(self._lead(main))
             else:
                 self._follow()
+        except FloatingPointError as found:  # on every rank of the replica alike; the others shall hear of it
+            error = found
         finally:
             InferenceMode.unset_active()
             self._drop_requests()
