@@ -264,7 +264,7 @@ class ServerEngine:
         prompt, answer, temperature = PROBE
         ids = random.Random(0).choices(range(5, 95), k=prompt)
         body = body_of(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
-        choices = await asyncio.gather(*(client.complete(ids, **body) for client in self.clients))
+        choices = await asyncio.gather(*(client.complete(**body) for client in self.clients))
         return [(ids + choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     # ------------------------------------------------------------------ the end

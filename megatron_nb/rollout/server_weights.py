@@ -47,6 +47,7 @@ class Sender:
         stream = buckets(tensors, self.bucket_bytes)
         try:
             states = self._all("/collective_rpc", {"method": "nb_forget"}, read=lambda answer: answer["results"])
+            self._check(states)
             sent = self._by_files(stream, version) if self.transfer == "files" else self._by_group(stream, version, states)
             self._all("/finish_weight_update", {})
         except BaseException:
@@ -94,8 +95,8 @@ class Sender:
             count += len(bucket)
             info = {"version": version, "tensors": describe(bucket)}
             answers = self._begin("/update_weights", {"update_info": info})
-            self.link.broadcast(flat(bucket, self.link.device), partial(_failed, answers))
-            answers.result()
+            whole = flat(bucket, self.link.device)
+            _together(answers, partial(self.link.broadcast, whole, partial(_failed, answers)))
         return total, count
 
     def _join(self, workers: list[int]) -> None:
@@ -106,13 +107,7 @@ class Sender:
         info = {"host": host, "port": store.port, "world": world, "backend": self.backend, "timeout_s": self.timeout_s}
         bodies = [{"init_info": {**info, "first_rank": 1 + sum(workers[:i])}} for i in range(len(workers))]
         answers = self._begin("/init_weight_transfer_engine", *bodies)
-        try:
-            self.link = join()
-        except BaseException:
-            if _failed(answers):
-                raise answers.exception() from None
-            raise
-        answers.result()
+        self.link = _together(answers, join)
         log.info("weights travel over %s from %s:%d to %d workers", self.backend, host, store.port, world - 1)
 
     # ------------------------------------------------------------------ requests
@@ -129,6 +124,15 @@ class Sender:
     def _all(self, path: str, body: Any, **settings: Any) -> list[Any]:
         return self._begin(path, body, **settings).result()
 
+    def _check(self, states: list[list[dict]]) -> None:
+        for client, workers in zip(self.clients, states):
+            modes = {state["logprobs_mode"] for state in workers}
+            if modes != {"processed_logprobs"}:
+                raise ValueError(
+                    f"{client.config.base_url} has logprobs_mode={', '.join(modes)}, whose log-probs are not those of the "
+                    "sampling temperature: start it with --logprobs-mode processed_logprobs, as tools/serve.sh does"
+                )
+
     def _compare(self, sent: tuple[int, int], version: int) -> None:
         states = self._all("/collective_rpc", {"method": "nb_state"}, read=lambda answer: answer["results"])
         for client, workers in zip(self.clients, states):
@@ -143,6 +147,18 @@ class Sender:
 
 def _failed(answers: Future) -> bool:
     return answers.done() and answers.exception() is not None
+
+
+def _together[T](answers: Future, act: Callable[[], T]) -> T:
+    """`act()`, in which the servers take part while they work on `answers`; their error, when they met one, goes first."""
+    try:
+        result = act()
+    except Exception:
+        if _failed(answers):
+            raise answers.exception() from None
+        raise
+    answers.result()
+    return result
 
 
 def _own_address(url: str) -> str:

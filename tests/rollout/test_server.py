@@ -8,87 +8,10 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
-from megatron_nb.parallel.topology import Topology
-from megatron_nb.rollout.engine import Request, Sampling, Stop
-from megatron_nb.rollout.server import ServerConfig, ServerEngine
+from megatron_nb.rollout.engine import Stop
+from tests.rollout.server_setup import PROMPT, SAMPLING, Weights, ask, llama, logprobs_of, request
 from tests.rollout.stub_server import StubServer
-
-ALONE = Topology(0, 1, 0, 1, 0, 1, 0, 1, 0, 1, torch.device("cpu"))
-PROMPT = [5, 17, 3, 99, 42]
-SAMPLING = Sampling(max_tokens=8, temperature=0.7)
-
-
-def llama(seed: int = 0):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=120, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=256,
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    return model.eval()
-
-
-class Weights:
-    """A WeightSource over a transformers model. breaks_at: raises before that tensor."""
-
-    modules = []
-
-    def __init__(self, model, breaks_at=None):
-        self.model, self.breaks_at = model, breaks_at
-
-    def hf_tensors(self):
-        for number, (name, tensor) in enumerate(self.model.state_dict().items()):
-            if number == self.breaks_at:
-                raise OSError("the source has gone")
-            yield name, tensor
-
-
-@torch.no_grad()
-def logprobs_of(model, ids: list[int], start: int, temperature: float) -> list[float]:
-    """Of ids[start:], as a trainer computes them."""
-    logprobs = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
-    return [float(logprobs[i - 1, ids[i]]) for i in range(start, len(ids))]
-
-
-@pytest.fixture
-def stub():
-    with StubServer(model=llama()) as server:
-        yield server
-
-
-@pytest.fixture
-def engine_of(tmp_path):
-    """engine_of(stubs..., **settings): engines that are closed after the test."""
-    made = []
-
-    def make(*stubs, probe=None, **settings):
-        settings = {"transfer": "files", "folder": tmp_path / "weights", "retries": 0, "timeout_s": 20.0, **settings}
-        engine = ServerEngine(ServerConfig(urls=[stub.url for stub in stubs], **settings), ALONE, probe)
-        made.append(engine)
-        return engine
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
-def ask(engine, *requests):
-    async def main():
-        return await asyncio.gather(*(engine.generate(request) for request in requests))
-
-    return engine.run(main)
-
-
-def request(name="g/0/0.0", ids=None, seed=1, sampling=SAMPLING) -> Request:
-    return Request(name, ids or PROMPT, sampling, seed)
 
 
 @pytest.mark.parametrize("transfer", ["files", "group"])

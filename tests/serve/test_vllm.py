@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from megatron_nb.rollout.engine import Request, Sampling, Stop
 from megatron_nb.rollout.leader import of_leader
 from megatron_nb.rollout.server import ServerConfig, ServerEngine
 from megatron_nb.training.policy import Policy, UpdateConfig
-from tests.rollout.test_server import ALONE, Weights, logprobs_of
+from tests.rollout.server_setup import ALONE, Weights, logprobs_of
 from tests.serve.conftest import BLOCK, llama_config
 from tests.training import tiny
 
@@ -84,7 +85,7 @@ def _moved(chunks, seed: int) -> None:
                     parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.15)
 
 
-def updates(url: str, transfer: str, layout: dict, folder: str) -> list[tuple[float, float]]:
+def updates(url: str, transfer: str, layout: dict, folder: Path) -> list[tuple[float, float]]:
     """(engine against trainer, before against after the update) for each of three updates, at every rank."""
     trainer = tiny.trainer(SHAPE, layout)
     policy = Policy(trainer, PolicyConfig(), UpdateConfig(pack_tokens=512))
@@ -110,7 +111,7 @@ def updates(url: str, transfer: str, layout: dict, folder: str) -> list[tuple[fl
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["dp1", "tp2", "pp2"])
 def test_logprobs_are_the_trainers_after_every_update(server, ranks, tmp_path, transfer, layout):
     world = 2 if layout else 1
-    for rank in ranks.run(world, updates, server, transfer, layout, str(tmp_path)):
+    for rank in ranks.run(world, updates, server, transfer, layout, tmp_path):
         print(transfer, layout, rank)
         for difference, _ in rank:
             assert difference < TOLERANCE
