@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from html.parser import HTMLParser
 
@@ -116,7 +117,7 @@ def test_rows_of_one_episode_count_once_and_their_tokens_add_up(tmp_path, tokeni
 def test_unusual_line_ends_in_an_answer_do_not_break_a_row_and_a_torn_last_line_is_left_out(tmp_path, tokenizer):
     write_step(tmp_path, 1, [group("g", "q", [rollout(tokenizer, "g", 0, "a\u2028b\x85c", 1.0)])])
     path = rollouts_read.step_files(tmp_path)[1]
-    whole = path.read_text(encoding="utf-8")
+    whole = json.dumps(json.loads(path.read_text()), ensure_ascii=False) + "\n"  # another writer may not escape them
     path.write_text(whole + whole[:50], encoding="utf-8")
     assert [episode.text for episode in read(tmp_path, 1)] == ["a\u2028b\x85c"]
     path.write_text(whole[:50] + "\n" + whole, encoding="utf-8")
@@ -129,6 +130,12 @@ def test_the_terminal_shows_numbers_reasons_and_answers_as_they_are(run, capsys)
     assert "INVALID: judge: timed out" in out and "0.375" in out
     assert "[bold red]not markup[/]" in out and "What [sat]?" in out and "judge 2" in out
     assert "\x1b" not in out and "\u241b[31mred" in out  # an answer steers no terminal
+
+
+@pytest.mark.parametrize("sign", ["\x00", "\x07", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066"])
+def test_signs_that_steer_a_terminal_become_visible_and_others_stay(sign):
+    shown = rollouts_read.visible(f"a\n\tb{sign}ü🎈")
+    assert sign not in shown and len(shown) == 7 and shown[:4] == "a\n\tb" and shown[5:] == "ü🎈"
 
 
 def test_without_a_step_all_steps_are_summed_up_and_the_newest_is_shown(run, capsys):
