@@ -17,7 +17,7 @@ from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.losses.reward import bounded
 from megatron_nb.model.global_tensors import HF
 from megatron_nb.model.hf import CheckpointWeights
-from megatron_nb.model.hf_config import config_from_hf, config_to_hf, read_json
+from megatron_nb.model.hf_config import config_to_hf, read_json
 from megatron_nb.training.checkpoint_folder import resolve
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class RewardModel(torch.nn.Module):
             device = self.model.device
             hidden = self.model.base_model(ids.to(device), attention_mask=mask.long().to(device)).last_hidden_state
             # ours, not transformers': it looks for the last token that is no padding, which an end of turn may be
-            found = self.model.score(hidden[torch.arange(len(last)), last])[:, 0]
-            scores[torch.tensor(numbers)] = found.float().cpu()
+            rows_of_last = hidden[torch.arange(len(last)), last].float()
+            scores[torch.tensor(numbers)] = (rows_of_last @ self.model.score.weight[0].float()).cpu()
         return scores if self.bound is None else bounded(scores, self.bound)
 
 
@@ -69,13 +69,15 @@ def load_reward_model(
     step = resolve(path)
     folder = Path(path) if step is None else step / HF
     raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if step is None:
-        head = config_from_hf(folder).head
-    else:
+    if step is not None:
         weights = CheckpointWeights(step)
-        head, raw = weights.config.head, config_to_hf(weights.config, raw)
-    if head != "score":
-        raise ValueError(f"{path} holds a language model: train a reward model on it with megatron_nb.reward_model")
+        raw = config_to_hf(weights.config, raw)
+    architectures = raw.get("architectures") or []
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        raise ValueError(
+            f"{path} holds {', '.join(architectures) or 'no config.json'}: a reward model is a *ForSequenceClassification of "
+            "one label; train one on it with megatron_nb.reward_model"
+        )
     kind = raw.get("reward_kind", "pointwise")
     if kind not in KINDS:
         raise ValueError(f"{folder}/config.json: reward_kind={kind!r} must be one of {', '.join(KINDS)}")
@@ -86,5 +88,9 @@ def load_reward_model(
     else:
         model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**raw), dtype=dtype)
         model.load_state_dict(dict(weights.hf_tensors()))
+    if model.config.num_labels != 1 or not hasattr(model, "score"):
+        raise ValueError(
+            f"{path} has {model.config.num_labels} labels: a reward model has one, by a linear layer named score; take another"
+        )
     module = RewardModel(model.to(device), kind, float(raw["reward_bound"]) if kind == "pairwise" else None)
     return module, load_tokenizer(str(folder)), kind
