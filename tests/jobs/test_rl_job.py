@@ -13,6 +13,7 @@ import pytest
 from megatron_nb.rollout.store import read_step
 from tests.data.data_tokenizers import tiny
 from tests.jobs.test_resume_job import _content, _equal
+from tests.rollout.stub_server import StubServer
 from tools.rank_pool import RankPool
 
 STEPS = 4
@@ -168,6 +169,41 @@ def test_a_job_asked_to_stop_while_it_samples_saves_leaves_with_85_and_goes_on(r
     (requests,) = ranks.run(1, _rl, words)
     assert requests and not any(name.startswith(("step1", "step2")) for name in requests)
     same_run(whole, run)
+
+
+def test_beside_a_server_batches_are_at_most_k_updates_old_and_a_kill_loses_none_that_is_finished(ranks, tmp_path, words):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, tie_word_embeddings=True, max_position_embeddings=1024,
+    )  # fmt: skip
+    with StubServer(model=LlamaForCausalLM(shape)) as stub:
+        stub.token_delay = 0.01
+        server = ["engine=server", f"engine.server.urls=[{stub.url}]", "engine.server.transfer=files", "num_steps=5"]
+        words = [*words, *server, f"engine.server.folder={tmp_path}/weights", "collect.staleness=1", "collect.concurrency=6"]
+        words = [*words, "parallel=cpu1", f"runs_dir={tmp_path}", "name=run"]
+        victims = RankPool(1)
+        try:
+            with pytest.raises(AssertionError, match="died"):
+                victims.run(1, _rl, words, "training", 4)
+        finally:
+            victims.close()
+        run = tmp_path / "run"
+        finished = {name for name in _finished(run) if name.startswith(("step3", "step4", "step5"))}
+        asked = stub.count("/v1/completions")
+        ranks.run(1, _rl, words)
+        again = stub.count("/v1/completions") - asked
+    assert len(finished) >= 12  # steps 3 and 4
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = {row["step"]: row for row in rows if "reused" in row}
+    assert list(rows) == [1, 2, 3, 4, 5] and rows[1]["staleness_max"] == 0
+    assert max(row["staleness_max"] for row in rows.values()) == 1
+    for step in rows:
+        versions = {version for rollout in read_step(run, step) for version in rollout.weight_version}
+        assert versions <= {step - 1, max(step - 2, 0)}, step
+    assert rows[3]["reused"] == rows[4]["reused"] == 6
+    assert again < 30  # 6 of step 5, 4 of two evaluations, both in parts, and 4 probes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

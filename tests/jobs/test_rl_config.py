@@ -1,0 +1,114 @@
+"""What the RL job refuses before any work, and the rows it takes prompts from."""
+
+import json
+
+import pytest
+
+from megatron_nb import rl
+from megatron_nb.config import compose
+from megatron_nb.data.prompts import PromptConfig, PromptSource, open_prompts, read_prompt
+from megatron_nb.data.rows import BadRow
+from megatron_nb.rl_config import describe_job
+from tests.data.data_tokenizers import tiny
+
+SMALL = ["model=tiny", "parallel=cpu1", "answers=short"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["sampling.top_p=0.9"], "top_p=0.9 .* must be 1 .*truncated support"),
+        (["sampling.top_k=50"], "top_k=50 must be"),
+        (["sampling.repetition_penalty=1.1"], "unknown key"),
+        (["sampling.temperature=0"], "temperature"),
+        (["policy.temperature=0.6"], "temperature=1.0 must be above 0 and equal policy.temperature=0.6"),
+        (["sampling.max_tokens=8000"], "prompts.max_tokens=256 .* = 8256 must be at most model.max_position_embeddings=8192"),
+        (["sampling.max_tokens=1900"], "at most update.pack_tokens=2048"),
+        (["engine.native.max_sequence_length=300"], "at most engine.native.max_sequence_length=300"),
+        (["collect.group_size=1"], "group_size=1 with credit.advantage=grpo"),
+        (["collect.group_size=1", "algorithm=rloo"], "group_size=1 with credit.advantage=rloo"),
+        (["collect.staleness=1"], "staleness=1 needs engine=server"),
+        (["collect.staleness=1", "engine=server", "policy.importance_cap=null"], "needs policy.importance_cap"),
+        (["reference.checkpoint=somewhere"], "policy.kl is null"),
+        (["heldout_reward.terms.a.kind=length"], "prompts.heldout"),
+        (["collect.overlong.length=400"], "overlong.length=400 must be at most sampling.max_tokens=256"),
+        (["collect.group_sise=4"], "unknown key 'collect.group_sise'.*collect.group_size"),
+        (["num_steps=0"], "num_steps=0 must be at least 1"),
+    ],
+)
+def test_a_stage_that_cannot_be_right_is_refused(words, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        compose(rl.RlConfig, "rl_pointwise", [*SMALL, *words])
+
+
+def test_what_a_variant_changes_is_in_its_file():
+    configs = {
+        name: compose(rl.RlConfig, "rl_pointwise", [*SMALL, f"algorithm={name}"])
+        for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp")
+    }
+    told = {name: (c.credit.advantage, c.credit.reduction, c.policy.objective, c.policy.ratio) for name, c in configs.items()}
+    assert told == {
+        "grpo": ("grpo", "token", "clip", "token"),
+        "dr_grpo": ("dr_grpo", "constant", "clip", "token"),
+        "dapo": ("grpo", "token", "clip", "token"),
+        "gspo": ("grpo", "sequence", "clip", "sequence"),
+        "cispo": ("grpo", "token", "cispo", "token"),
+        "rloo": ("rloo", "sequence", "clip", "token"),
+        "reinforce_pp": ("reinforce_pp", "token", "clip", "token"),
+    }
+    c = configs["grpo"]  # the recipe's numbers
+    assert (c.collect.group_size, c.sampling.temperature) == (8, 1.0)
+    assert (c.policy.clip_low, c.policy.clip_high, c.policy.kl) == (0.2, 0.28, None)
+    assert c.optimizer.lr == 1e-6 and not c.credit.mask_truncated and configs["dapo"].collect.dynamic_sampling
+    assert configs["dr_grpo"].credit.max_tokens == c.sampling.max_tokens == c.collect.overlong.length
+
+
+def test_the_dry_run_tells_layout_tokens_and_memory(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ["~reward.terms.model", "reward.terms.a.kind=format", "engine.native.kv_cache_gb=0.5", "launch.dry_run=true"]
+    told = describe_job(compose(rl.RlConfig, "rl_pointwise", ["model=tiny", "parallel=cpu2", "answers=short", *words]))
+    assert "2 = data 2 *" in told and "2 replicas of 1 tensor ranks" in told and "0.5 GB cache" in told
+    assert "64 prompts * 8 answers of at most 256 = 131,072 tokens" in told
+    with pytest.raises(ValueError, match="checkpoint must be"):
+        describe_job(compose(rl.RlConfig, "rl_pointwise", SMALL))
+
+
+# ---------------------------------------------------------------------- rows of prompts
+@pytest.mark.parametrize(
+    ("row", "said", "data"),
+    [
+        ({"prompt": "hi", "answer": "4"}, ["user"], {"answer": "4"}),
+        ({"question": "hi", "tests": [1]}, ["user"], {"tests": [1]}),
+        ({"problem": "hi", "system": "be short"}, ["system", "user"], {}),
+        ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "chosen": "c"},
+         ["system", "user"], {"chosen": "c"}),
+        ({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}, ["user"], {"reference": "a"}),
+        ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "v"}]},
+         ["user", "assistant", "user"], {}),
+    ],
+)  # fmt: skip
+def test_a_row_is_a_conversation_up_to_the_answer_and_its_other_fields_stay(row, said, data):
+    conversation, fields = read_prompt(row, "rows.jsonl:1", "s")
+    assert [message["role"] for message in conversation.messages] == said and fields == data
+
+
+@pytest.mark.parametrize("row", [{"text": "plain"}, {"prompt": []}, {"messages": [{"role": "assistant", "content": "a"}]}])
+def test_a_row_that_asks_nothing_is_refused(row):
+    with pytest.raises(BadRow):
+        read_prompt(row, "rows.jsonl:1", "s")
+
+
+def test_prompts_are_split_by_what_they_say_and_filtered_by_tokens(tmp_path):
+    rows = [{"prompt": f"words of question {number}", "answer": number} for number in range(200)] + [{"prompt": "long " * 200}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = {"a": PromptSource(str(tmp_path / "rows.jsonl"))}
+    config = PromptConfig(sources, heldout_share=0.2, heldout_limit=10, max_tokens=100)
+    sets = open_prompts(config, tiny(), seed=3)
+    said = {prompt.conversation.messages[0]["content"] for prompt in sets.training}
+    held = [prompt.conversation.messages[0]["content"] for prompt in sets.heldout]
+    assert 130 < len(said) < 190 and len(held) == 10 and not said & set(held)
+    assert sets.training[0].data["answer"] == 0 or sets.training[0].data
+    again = open_prompts(PromptConfig({"b": sources["a"], **sources}, heldout_share=0.2, max_tokens=100), tiny(), seed=4)
+    assert set(held) <= {prompt.conversation.messages[0]["content"] for prompt in again.heldout}  # the same side, always
+    with pytest.raises(ValueError, match="prompts.sources is empty"):
+        open_prompts(PromptConfig(), tiny(), seed=3)
