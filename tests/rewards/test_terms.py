@@ -31,6 +31,11 @@ def test_a_gate_of_zero_makes_the_total_zero_and_stops_the_terms_after_it():
     assert passed == Score(2.1, None, {"form": 1.0, "never": 2.0}, "")
 
 
+def test_what_a_gate_before_it_gave_does_not_count_when_a_gate_is_zero():
+    gates = {"first": constant(1.0, weight=0.1, gate=True), "second": constant(0.0, gate=True)}
+    assert scores(gates, group_of("x")) == [Score(0.0, None, {"first": 1.0, "second": 0.0}, "")]
+
+
 def test_a_term_that_compares_the_group_sees_also_those_that_a_gate_shut_out():
     terms = {"form": {"kind": "format", "gate": True, "weight": 0.0}, "rank": {"kind": f"{OWN}.Rank"}}
     found = scores(terms, group_of("a", "", "c"))
