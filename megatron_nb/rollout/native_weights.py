@@ -19,8 +19,7 @@ from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.resharding import build_local_reshard_plan, execute_reshard_plan
-from megatron.core.resharding.copy_services.base import CopyService, RecvOp, SendOp, match_local_ops_by_task_id
+from megatron.core.resharding import ReshardPlan, build_local_reshard_plan, execute_reshard_plan
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 
@@ -79,37 +78,48 @@ class _Source:
         return iter(())  # names are global already, and the models have no persistent buffers
 
 
-class DirectCopies(CopyService):
-    """Core's copies between CPU tensors over gloo, without its staging buffers; bytes, so that every dtype travels."""
+class CpuCopies:
+    """Core's plan carried out between CPU tensors over gloo without core's staging: what lies together travels in place.
 
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group)
-        self.sends: list[SendOp] = []
-        self.receives: list[RecvOp] = []
+    A part whose rows are not neighbours in our module (a cut along columns) arrives in a buffer that is kept.
+    """
 
-    def submit_send(self, src_tensor, dest_rank, task_id=None):
-        self.sends.append(SendOp(task_id, src_tensor.detach(), dest_rank))
+    def __init__(self, plan: ReshardPlan, group: dist.ProcessGroup):
+        self.plan, self.group, self.buffers = plan, group, {}
 
-    def submit_recv(self, dest_tensor, src_rank, task_id=None):
-        self.receives.append(RecvOp(task_id, dest_tensor, src_rank))
-
-    def run(self):
-        own = [op for op in self.sends if op.dest_rank == self.rank], [op for op in self.receives if op.src_rank == self.rank]
-        running = []
-        for op in self.receives:
-            if op.src_rank != self.rank:
-                running.append(dist.irecv(_bytes(op.tensor), group=self.group, group_src=op.src_rank))
-        for op in self.sends:
-            if op.dest_rank != self.rank:
-                running.append(dist.isend(_bytes(op.tensor), group=self.group, group_dst=op.dest_rank))
-        for send, receive in match_local_ops_by_task_id(*own, type(self).__name__, self.rank):
-            receive.tensor.copy_(send.tensor)  # while the others travel
-        for work in running:
+    def __call__(self, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+        rank, sending, receiving, local = self.group.rank(), [], [], {}
+        for op in self.plan.recv_ops:  # both sides list their messages in the order of the whole plan
+            place = target[op.param_name].detach()[op.my_slice]
+            if op.peer_rank == rank:
+                local[op.task_id] = place
+                continue
+            landing = place
+            if not place.is_contiguous():
+                if op.task_id not in self.buffers:
+                    self.buffers[op.task_id] = torch.empty(place.shape, dtype=place.dtype)
+                landing = self.buffers[op.task_id]
+            receiving.append((dist.irecv(_bytes(landing), group=self.group, group_src=op.peer_rank), landing, place))
+        own = []
+        for op in self.plan.send_ops:
+            part = source[op.param_name].detach()[op.my_slice]
+            if op.peer_rank == rank:
+                own.append((local.pop(op.task_id), part))
+            else:
+                sending.append(dist.isend(_bytes(part.contiguous()), group=self.group, group_dst=op.peer_rank))
+        assert not local, "core's plan copies a part within a rank that nobody sends"
+        for place, part in own:  # while the others travel
+            place.copy_(part)
+        for work, landing, place in receiving:
             work.wait()
-        self.sends, self.receives = [], []
+            if landing is not place:
+                place.copy_(landing)
+        for work in sending:
+            work.wait()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Every back end moves bytes, not every one bf16."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -118,20 +128,25 @@ class WeightSync:
 
     def __init__(self, module: GPTModel, group: dist.ProcessGroup):
         """group: the whole world over gloo."""
-        self.module, self.plan, self.source = module, None, None
-        if ON_CPU:
-            self.copies: CopyService = DirectCopies(group)
-        else:
-            self.copies = NCCLCopyService() if dist.get_backend() == "nccl" else GlooCopyService(group)
+        self.module, self.group, self.source = module, group, None
 
     @torch.no_grad()
     def __call__(self, modules: list[torch.nn.Module]) -> None:
-        """Collective. ValueError when the training model has another shape or dtype."""
-        if self.plan is None or [*map(id, self.source.modules)] != [*map(id, modules)]:
-            source = _Source(modules)
-            (theirs,) = {p.dtype for _, p in source.named_parameters()}
-            (ours,) = {p.dtype for p in self.module.parameters()}
-            if theirs != ours:
-                raise ValueError(f"the training weights are {theirs}, the engine's are {ours}: build both from one model.dtype")
-            self.source, self.plan = source, build_local_reshard_plan(source, self.module)
-        execute_reshard_plan(self.plan, self.source, self.module, self.copies)
+        """Collective. ValueError when the training model has another dtype."""
+        if self.source is None or [*map(id, self.source.modules)] != [*map(id, modules)]:
+            self._plan(_Source(modules))
+        if ON_CPU:
+            self.copies(dict(self.source.named_parameters()), dict(self.module.named_parameters()))
+        else:
+            execute_reshard_plan(self.plan, self.source, self.module, self.copies)
+
+    def _plan(self, source: _Source) -> None:
+        (theirs,) = {p.dtype for _, p in source.named_parameters()}
+        (ours,) = {p.dtype for p in self.module.parameters()}
+        if theirs != ours:
+            raise ValueError(f"the training weights are {theirs}, the engine's are {ours}: build both from one model.dtype")
+        self.source, self.plan = source, build_local_reshard_plan(source, self.module)
+        if ON_CPU:
+            self.copies = CpuCopies(self.plan, self.group)
+        else:
+            self.copies = NCCLCopyService() if dist.get_backend() == "nccl" else GlooCopyService(self.group)
