@@ -190,7 +190,11 @@ async def judge_all(judge: RewardConfig, questions: list[tuple[Question, dict]],
                 as_rollout(Answer(**row), question.id, number)
                 for number, row in enumerate(answers["strong"] + answers["weak"])
             ])  # fmt: skip
-            ledger[question.id] = [dataclasses.asdict(score) for score in await reward.score(group)]
+            scores = await reward.score(group)
+            for score in scores:
+                if score.reward is None:
+                    log.warning("%s: an answer is not judged: %s", question.id, score.reason)
+            ledger[question.id] = [dataclasses.asdict(score) for score in scores]
             progress.tick()
 
     async with asyncio.TaskGroup() as tasks:

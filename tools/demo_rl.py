@@ -49,12 +49,12 @@ class Size:
     """How much of everything; chosen from measured speed."""
 
     sft_rows: int = 12000
-    pair_prompts: int = 1600
+    pair_prompts: int = 2400
     rl_prompts: int = 800
     heldout_prompts: int = 200
     weak_steps: int = 450  # of two packs
     strong_steps: int = 250
-    reward_steps: int = 70  # of 32 pairs
+    reward_steps: int = 80  # of 32 pairs
     rl_steps: int = 50
     rl_batch: int = 16  # prompts, 8 answers to each
     sft_lr: float = 3e-3
@@ -63,7 +63,7 @@ class Size:
 
 
 FAST = Size(
-    sft_rows=3000, pair_prompts=240, rl_prompts=100, heldout_prompts=40, weak_steps=60, strong_steps=40, reward_steps=12,
+    sft_rows=3000, pair_prompts=360, rl_prompts=100, heldout_prompts=40, weak_steps=60, strong_steps=40, reward_steps=12,
     rl_steps=4, rl_batch=4,
 )  # fmt: skip
 SMOLLM2 = Size(

@@ -199,16 +199,13 @@ def write_pairs(folder: Path, judged: list[Judged], config: PairsConfig, models:
     """folder/PART.jsonl for every part, rows as data/preferences.py reads them; what was kept, dropped and why."""
     dropped: Counter = Counter()
     found = [pair for one in judged for pair in pairs_of(one, config.margin, dropped)]
-    kept: list[Pair] = []
+    kept = balanced(found, seed) if config.balance_length else found
     measured: dict[str, float] = {}
     folder.mkdir(parents=True, exist_ok=True)
     parts = config.parts or {"pairs": 1.0}
     for name in parts:
-        part = [pair for pair in found if part_of(pair.question, parts) == name]
-        if config.balance_length:
-            part = balanced(part, seed)
+        part = [pair for pair in kept if part_of(pair.question, parts) == name]
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(_row(pair, models)) + "\n" for pair in part))
-        kept += part
         measured |= {f"pairs_{name}": len(part)} if config.parts else {}
     dropped["length_balance"] = len(found) - len(kept)
     before, after = length_bias(found), length_bias(kept)
