@@ -51,6 +51,7 @@ class Sample:
     pair_id: str = ""
     label: float | None = None  # of the whole document: the grade of a graded answer; losses of scores read it
     count: int | None = None  # share of the divisor of the mean; None: the trained tokens
+    prefix: int = 0  # > 0: goes on from a document of so many tokens, which its pack holds before it (data/prefix.py)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -73,6 +74,8 @@ class Batch:
     sample_ids: list[str] = field(default_factory=list)  # one per document, "" for a fill
     streams: dict[str, torch.Tensor] = field(default_factory=dict)  # other streams of STREAMS, [T], as targets
     documents: dict[str, torch.Tensor] = field(default_factory=dict)  # [S] values by document; never split
+    # (first, stop, of, end): the documents in tokens first..stop go on from tokens of..end, each as if alone behind them
+    shared: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @property
     def pack_length(self) -> int:
@@ -80,8 +83,11 @@ class Batch:
 
     @property
     def positions(self) -> torch.Tensor:
-        """[T] rotary positions: they restart at 0 in every document."""
-        return self.index - self.start
+        """[T] rotary positions: they restart in every document, at 0 or where its shared prefix ends."""
+        positions = self.index - self.start
+        for first, stop, of, end in self.shared:
+            positions[first:stop] += end - of
+        return positions
 
     def to(self, device: torch.device) -> Batch:
         """The same pack on another device."""
@@ -91,7 +97,8 @@ class Batch:
         }
         streams = {name: stream.to(device, non_blocking=True) for name, stream in self.streams.items()}
         documents = {name: values.to(device, non_blocking=True) for name, values in self.documents.items()}
-        return Batch(**move, count=self.count, sample_ids=self.sample_ids, streams=streams, documents=documents)
+        rest = {"count": self.count, "sample_ids": self.sample_ids, "shared": self.shared}
+        return Batch(**move, **rest, streams=streams, documents=documents)
 
 
 @dataclass

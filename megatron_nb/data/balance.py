@@ -14,7 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_nb.data.packing import lay_out, pack
+from megatron_nb.data.prefix import units
 from megatron_nb.records import STREAMS, Batch, Sample
+
+UNITS_OF_A_RANK = 4  # at least, of rows that share a prefix
 
 
 def balanced(
@@ -26,11 +29,13 @@ def balanced(
     attention_length: float,
     multiple: int = 1,
     micro_multiple: int = 1,
+    share_prefixes: bool = False,
 ) -> list[Batch]:
     """This data rank's packs of the samples; ranks without enough of them get packs of weight zero.
 
     max_tokens: of a pack. attention_length: n at which attention costs as much as the linear layers (about 12 * hidden).
     multiple: of the length of a pack. micro_multiple: of the number of packs (pipeline stages).
+    share_prefixes: what the rows of a group begin with is computed once a pack (data/prefix.py).
     Raises ValueError, on every rank alike, for a sample that does not fit and for a stream that is not finite where it counts.
     """
     streams = [name for name in STREAMS[1:] if samples and getattr(samples[0], name) is not None]
@@ -41,11 +46,15 @@ def balanced(
                 f"{multiple}: raise it, or shorten prompt and answer"
             )
         lay_out([sample], streams=streams)  # on every rank: a refusal on one alone would leave the others waiting
-    lengths = [len(sample) for sample in samples]
-    share = plan(lengths, data_size, max_tokens // multiple * multiple, attention_length, micro_multiple)[data_rank]
+    room = max_tokens // multiple * multiple
+    # with several ranks units stay small enough to be dealt evenly
+    most = room if data_size == 1 else min(room, -(-sum(map(len, samples)) // (UNITS_OF_A_RANK * data_size)))
+    blocks = units(samples, most, share_prefixes)
+    lengths = [sum(map(len, block)) for block in blocks]
+    share = plan(lengths, data_size, room, attention_length, micro_multiple)[data_rank]
     longest = max(sum(lengths[i] for i in places) for places in share)
     length = max(-(-longest // multiple), 1) * multiple
-    return [pack([samples[i] for i in places], length, multiple, streams) for places in share]
+    return [pack([row for i in places for row in blocks[i]], length, multiple, streams) for places in share]
 
 
 def plan(

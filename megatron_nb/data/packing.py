@@ -33,7 +33,22 @@ def pack(
     packed = batch(arrays, names(samples, arrays))
     if any(sample.count is not None for sample in samples):
         packed.count = sum(trained(sample) if sample.count is None else sample.count for sample in samples)
+    packed.shared = shared_prefixes(samples, arrays["cu_seqlens"].tolist())
     return packed
+
+
+def shared_prefixes(samples: Sequence[Sample], bounds: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Batch.shared of samples at these bounds: each run of documents that go on from the one before the run."""
+    runs, of, end = [], 0, 0
+    for sample, first, stop in zip(samples, bounds, bounds[1:]):
+        if not sample.prefix:
+            of, end = first, stop
+            continue
+        assert sample.prefix == end - of, f"sample {sample.sample_id} goes on from {sample.prefix} tokens, found {end - of}"
+        if runs and runs[-1][1:] == (first, of, end):
+            first = runs.pop()[0]
+        runs.append((first, stop, of, end))
+    return runs
 
 
 def trained(sample: Sample) -> int:

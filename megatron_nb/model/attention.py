@@ -7,7 +7,7 @@ micro-batch: safe under pipelining and under activation recompute, which a side 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -18,6 +18,7 @@ from nb_kernels.rotary import rotary
 from nb_kernels.swiglu import swiglu
 
 from megatron_nb.model.shape import ModelConfig
+from megatron_nb.model.shared_prefix import shared_prefix_attention
 from megatron_nb.parallel.context import context_attention
 from megatron_nb.records import Batch
 
@@ -32,11 +33,13 @@ class PackBounds(PackedSeqParams):
     positions: torch.Tensor = None  # [t] position in the document
     start: torch.Tensor = None  # [t] position in the pack where the document begins
     cu_seqlens: torch.Tensor = None  # [S + 1] of the whole pack
+    shared: list[tuple[int, int, int, int]] = field(default_factory=list)  # as in Batch
 
 
 def bounds(batch: Batch) -> PackBounds:
     """The bounds of one (split) batch, in the form core passes through its layers."""
-    return PackBounds(qkv_format="sbhd", positions=batch.positions, start=batch.start, cu_seqlens=batch.cu_seqlens)
+    places = {"positions": batch.positions, "start": batch.start, "cu_seqlens": batch.cu_seqlens}
+    return PackBounds(qkv_format="sbhd", **places, shared=batch.shared)
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -103,9 +106,12 @@ class PackAttention(MegatronModule):
         query, key = (rotary(x[:, 0], pack.positions, self.frequencies, implementation=self.kernels) for x in (query, key))
         # value is a view of the whole q, k, v projection: kept as it is for the backward pass, it would keep all of that
         value = value[:, 0].contiguous()
-        out = context_attention(
-            query, key, value, pack.start, pack.cu_seqlens, self.group, self.scale, self.method, self.kernels
-        )
+        if pack.shared:
+            out = shared_prefix_attention(query, key, value, pack.start, pack.shared, self.scale, self.kernels)
+        else:
+            out = context_attention(
+                query, key, value, pack.start, pack.cu_seqlens, self.group, self.scale, self.method, self.kernels
+            )
         return out.reshape(out.shape[0], 1, -1)
 
 

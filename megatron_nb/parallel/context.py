@@ -37,6 +37,7 @@ def split(batch: Batch, size: int, rank: int) -> Batch:
     """The part of a whole pack that context `rank` works on. Rank 0 alone carries the count."""
     if size == 1:
         return batch
+    assert not batch.shared, "documents that share a prefix are not split over context ranks"
     index = zigzag(batch.pack_length, size, rank).to(batch.ids.device)
     fields = ("ids", "targets", "loss_weight", "index", "start")
     return replace(

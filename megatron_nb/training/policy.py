@@ -50,6 +50,7 @@ class UpdateConfig:
     epochs: int = 1  # passes over the batch
     mini_batches: int = 1  # updates in a pass
     pack_tokens: int = 32768  # of a micro-batch at most; a row must fit
+    share_prompts: bool = True  # a group's prompt is computed once a pack, not once an answer; not under context parallelism
     entropy_floor: float | None = 0.05  # nats a token; below it a warning, and entropy_collapsed = 1 in the log
 
     def __post_init__(self):
@@ -103,9 +104,9 @@ class Policy:
         for batch, row in zip(packs, self.trainer.logprobs(packs, self._reading)):
             bounds = batch.cu_seqlens.tolist()
             for sample_id, start, stop in zip(batch.sample_ids, bounds, bounds[1:]):
-                if sample_id:  # a pack's position t is about the token after it
-                    begin = ends[place[sample_id]]
-                    flat[begin + 1 : begin + stop - start] = row[start : stop - 1]
+                if sample_id:  # a pack's position t is about the token after it; a shared prompt is not in the document
+                    end, tokens = ends[place[sample_id] + 1], stop - start - 1
+                    flat[end - tokens : end] = row[start : stop - 1]
         dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
         values = flat.cpu().numpy()
         for sample, begin, end in zip(samples, ends, ends[1:]):
@@ -128,6 +129,7 @@ class Policy:
             attention_length=12 * t.model.hidden_size,
             multiple=t.parallel.pack_multiple,
             micro_multiple=t.topology.pipeline_size,
+            share_prefixes=self.config.share_prompts and t.topology.context_size == 1,
         )
 
     # ------------------------------------------------------------------ inside
