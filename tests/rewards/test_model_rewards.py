@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForSequenceClassification,
 )
 
 from megatron_nb.config import build
@@ -46,6 +48,7 @@ def folders(tmp_path_factory):
             BertConfig(vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                        num_labels=1, pad_token_id=0)
         ),
+        "mistral": MistralForSequenceClassification(MistralConfig(**SHAPE, num_labels=1)),  # transformers looks for padding
         "two labels": BertForSequenceClassification(
             BertConfig(vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
         ),
@@ -249,7 +252,7 @@ def test_terms_with_the_same_checkpoint_share_one_model_for_as_long_as_they_live
 
 
 # ------------------------------------------------------------------ batching
-@pytest.mark.parametrize("kind", ["pointwise", "pairwise", "letters", "bert"])
+@pytest.mark.parametrize("kind", ["pointwise", "pairwise", "letters", "bert", "mistral"])
 def test_batches_give_the_same_scores_as_one_by_one(folders, kind):
     scorer = load_scorer(folders[kind], "cpu", "float32")
     forward, tokenizer = scorer.forward, scorer.tokenizer
