@@ -32,7 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from megatron_nb.run import write_summary
 from tools import demo_rl_data
 from tools.bench_train import free_port
-from tools.demo_rl_report import TOLD, Course, Gain, Judges, draw, flat, judge_stage, over_seeds, shown, table
+from tools.demo_rl_report import TOLD, Course, Gain, Judges, draw, flat, judge_stage, over_seeds, prompt_key, shown, table
 from tools.unpack_gguf import gguf_in_package, unpack
 
 ROOT = Path(__file__).parents[1]
@@ -184,7 +184,7 @@ class Demo:
     def report(self) -> list[Course]:
         judges = Judges(self.folder / "judge_pointwise", self.folder / "judge_pairwise")
         rows = [json.loads(line) for line in (self.data / "heldout.jsonl").read_text().splitlines()]
-        ideals = {json.dumps(row["messages"]): row["answer"] for row in rows}
+        ideals = {prompt_key(row["messages"]): row["answer"] for row in rows}
         return [judge_stage(stage, self.folder / stage, judges, ideals) for stage in STAGES]
 
     def run(self) -> list[Course]:

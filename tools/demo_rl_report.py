@@ -62,13 +62,18 @@ def _asked(row: dict) -> Conversation:
     return Conversation(row["prompt"], row["group_id"], "heldout")
 
 
+def prompt_key(messages: list[dict]) -> str:
+    """What was said, whatever else a message carries."""
+    return json.dumps([[message["role"], message["content"]] for message in messages])
+
+
 def heldout_answers(run: Path) -> dict[int, list[dict]]:
     """Step -> the answers to the held-out prompts, in one order; an answer that failed is left out of all steps."""
     found = {}
     for file in sorted((run / "rollouts").glob("heldout-*.jsonl")):
         rows = [json.loads(line) for line in file.read_text().split("\n") if line]
         # the group's id names the step too: the prompt itself tells which answers belong together
-        found[int(file.stem.split("-")[1])] = {(json.dumps(row["prompt"]), row["index"]): row for row in rows}
+        found[int(file.stem.split("-")[1])] = {(prompt_key(row["prompt"]), row["index"]): row for row in rows}
     whole = [{key for key, row in rows.items() if row["status"] != "invalid"} for rows in found.values()]
     keys = sorted(set.intersection(*whole)) if whole else []
     return {step: [rows[key] for key in keys] for step, rows in found.items()}
@@ -110,7 +115,7 @@ class Course:
 
 
 def judge_stage(stage: str, run: Path, judges: Judges, ideals: dict[str, str]) -> Course:
-    """Judge every evaluation of a run. ideals: prompt as JSON -> ideal answer."""
+    """Judge every evaluation of a run. ideals: prompt_key -> ideal answer."""
     answers = heldout_answers(run)
     steps = sorted(answers)
     first = answers[steps[0]]
@@ -118,7 +123,7 @@ def judge_stage(stage: str, run: Path, judges: Judges, ideals: dict[str, str]) -
     wins = {step: judges.wins(answers[step], first) for step in steps}
     lengths = {step: np.array([len(row["ids"]) for row in answers[step]], float) for step in steps}
     last = steps[-1]
-    ruled = {step: np.array([quality(ideals[json.dumps(row["prompt"])], row["text"]) for row in answers[step]])
+    ruled = {step: np.array([quality(ideals[prompt_key(row["prompt"])], row["text"]) for row in answers[step]])
              for step in (steps[0], last)}  # fmt: skip
     longer = lengths[last] - lengths[steps[0]]
     gains = []
