@@ -1,7 +1,7 @@
 """The recipe's reward-model and RL stages on a laptop: a tiny model learns to answer well, and held-out judges see it.
 
     python tools/demo_rl.py [--seed 1] [--folder runs/demo-rl] [--model tiny|smollm2] [--fast]
-    python tools/demo_rl.py --seeds 1 2 3
+    python tools/demo_rl.py --seeds 3
 
     1  data       invented questions with an ideal answer and sloppy ones (tools/demo_rl_data.py), a tokenizer
     2  sft        a weak model, trained on good and sloppy answers; a strong one, which goes on with good ones
@@ -226,7 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="default runs/demo-rl, with -MODEL and -fast where they apply")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, nargs="+", help="several seeds one after the other; errors are then over seeds")
+    parser.add_argument("--seeds", type=int, default=1, help="this many, one after the other; errors are then over seeds")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="smollm2 takes hours on two cores")
     parser.add_argument("--fast", action="store_true", help="a smoke test of two minutes; shows nothing and does not have to")
     options = parser.parse_args()
@@ -235,7 +235,7 @@ def main() -> int:
     size = Size() if options.model == "tiny" else SMOLLM2
     if options.fast:
         size = FAST if options.model == "tiny" else replace(size, weak_steps=2, strong_steps=2, reward_steps=2, rl_steps=1)
-    seeds, began = options.seeds or [options.seed], time.monotonic()
+    seeds, began = range(options.seed, options.seed + options.seeds), time.monotonic()
     courses = [Demo(folder / f"seed-{seed}", seed, options.model, size).run() for seed in seeds]
     stages: dict[str, list[Gain]] = {course.stage: course.gains for course in courses[0]}
     if len(seeds) > 1:
