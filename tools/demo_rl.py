@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,7 +59,7 @@ class Size:
     rl_steps: int = 50
     rl_batch: int = 16  # prompts, 8 answers to each
     sft_lr: float = 3e-3
-    reward_lr: float = 1e-3
+    reward_lr: float = 1e-3  # of the point-wise model; twice that of the pair-wise one, which has more to find out
     rl_lr: float = 3e-4
 
 
@@ -157,7 +158,8 @@ class Demo:
                 f"init_from={self.folder}/strong", f"data.sources.a.path={pairs}/{part}.jsonl",
                 f"data.validation.a.path={pairs}/heldout.jsonl", f"seq_len={PACK}", "global_batch_size=32",
                 *(f"{key}={size.reward_steps}" for key in ("num_steps", "validate_every", "checkpoint.every")),
-                f"optimizer.lr={size.reward_lr}", "optimizer.min_lr=0", f"optimizer.warmup_steps={size.reward_steps // 10}",
+                f"optimizer.lr={size.reward_lr * (1 + (kind == 'pairwise'))}", "optimizer.min_lr=0",
+                f"optimizer.warmup_steps={size.reward_steps // 10}",
             ]))  # fmt: skip
         self.stage(*jobs)
 
@@ -251,6 +253,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
     try:
         sys.exit(main())
     except subprocess.CalledProcessError as error:
