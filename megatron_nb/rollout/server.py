@@ -51,16 +51,16 @@ class ServerEngine:
         self._busy, self._rest = [0] * len(config.urls), [0.0] * len(config.urls)
         if not self.leads:
             return
-        self.clients = [
-            Client(ClientConfig(url, config.model, timeout_s=config.timeout_s, retries=config.retries,
-                                concurrency=config.concurrency + 8)) for url in config.urls  # 8: control passes by
-        ]  # fmt: skip
+        many = {"timeout_s": config.timeout_s, "retries": config.retries, "concurrency": config.concurrency}
+        few = {"timeout_s": config.update_timeout_s, "retries": config.retries, "deadline_s": config.update_timeout_s}
+        self.clients = [Client(ClientConfig(url, config.model, **many)) for url in config.urls]
+        self.controls = [Client(ClientConfig(url, config.model, **few)) for url in config.urls]  # never behind requests
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()  # whether requests may go out
         self._thread = threading.Thread(target=self._loop.run_forever, name="server-engine", daemon=True)
         self._thread.start()
         self.sender = Sender(
-            self.clients, self._begin, transfer=config.transfer, folder=config.folder, backend=config.backend,
+            self.controls, self._begin, transfer=config.transfer, folder=config.folder, backend=config.backend,
             host=config.host, bucket_bytes=config.bucket_mb * 2**20, timeout_s=config.update_timeout_s,
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ class ServerEngine:
 
     async def _state(self, server: int, **settings: Any) -> list[dict[str, Any]]:
         call = {"method": "nb_state"}
-        return await self.clients[server].post("/collective_rpc", call, lambda answer: list(answer["results"]), **settings)
+        return await self.controls[server].post("/collective_rpc", call, lambda answer: list(answer["results"]), **settings)
 
     # ------------------------------------------------------------------ running coroutines
     def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
@@ -197,13 +197,12 @@ class ServerEngine:
 
         Raises what failed, on every rank; `generate` refuses from then on, until an update succeeds.
         """
-        self._broken = f"the update to weights of version {version} failed, and what the servers hold is not fit for use"
         tensors, error = iter(()), None
         try:
             if self.topology.data_rank == self.topology.context_rank == 0:  # the copy of the model that rank 0 is part of
                 tensors = _tensors(source)
             if self.leads:
-                self._begin(self._pause()).result()
+                self._begin(self._pause(version)).result()
                 self.sender.send(tensors, version)
                 self._begin(self._resume()).result()
         except Exception as found:
@@ -219,9 +218,10 @@ class ServerEngine:
             if self.leads:
                 self._loop.call_soon_threadsafe(self._open.set)  # who waits goes on, or meets the refusal
 
-    async def _pause(self) -> None:
+    async def _pause(self, version: int) -> None:
         """Nothing is sampled any more; every running request has ended with what it got so far."""
         self._open.clear()
+        self._broken = f"the update to weights of version {version} failed, and what the servers hold is not fit for use"
         await self._post("/pause", params={"mode": "abort"})
         if running := list(self._running.values()):
             _, left = await asyncio.wait(running, timeout=DRAIN_S)
@@ -234,7 +234,7 @@ class ServerEngine:
         await self._post("/resume")
 
     async def _post(self, path: str, **settings: Any) -> None:
-        await asyncio.gather(*(client.post(path, **settings) for client in self.clients))
+        await asyncio.gather(*(client.post(path, **settings) for client in self.controls))
 
     def _verify(self) -> None:
         """RuntimeError when a server's log-probs of what it samples are not the trainer's."""
@@ -254,7 +254,7 @@ class ServerEngine:
                 if not apart <= self.config.tolerance:
                     error = RuntimeError(
                         f"{url}: log-probs after the update differ from the trainer's by {apart:.3g} on average, "
-                        f"engine.tolerance={self.config.tolerance:g}: see that the server's model, dtype and "
+                        f"engine.server.tolerance={self.config.tolerance:g}: see that the server's model, dtype and "
                         "--logprobs-mode processed_logprobs are right"
                     )
         raise_on_every_rank(error, self._world)
@@ -264,7 +264,7 @@ class ServerEngine:
         prompt, answer, temperature = PROBE
         ids = random.Random(0).choices(range(5, 95), k=prompt)
         body = body_of(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
-        choices = await asyncio.gather(*(client.complete(**body) for client in self.clients))
+        choices = await asyncio.gather(*(client.complete(**body) for client in self.controls))
         return [(ids + choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
     # ------------------------------------------------------------------ the end
@@ -289,7 +289,7 @@ class ServerEngine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        for client in self.clients:
+        for client in self.clients + self.controls:
             await client.close()
 
 

@@ -21,20 +21,23 @@ class ServerConfig:
     host: str | None = None  # this host's address as the servers see it; None: found out
     bucket_mb: int = 512  # weights sent at once
     concurrency: int = 256  # requests under way at each server
-    timeout_s: float = 600.0  # from one piece of an answer to the next, waiting for a place on the server included
-    update_timeout_s: float = 600.0  # of each step of a weight update
+    timeout_s: float = 600.0  # from one piece of an answer to the next; the first waits for a place on the server too
+    update_timeout_s: float = 600.0  # of each step of a weight update, retries included
     retries: int = 5  # of a request that fails before its first token
     verify: bool = True  # compare log-probs with the trainer's after each update (when the engine was given a probe)
     tolerance: float = 0.05  # of the mean absolute difference; fp32 on both sides reaches 1e-4
 
     def __post_init__(self):
         if not self.urls:
-            raise ValueError("engine.urls is empty: name at least one server, such as http://host:8000")
+            raise ValueError("engine.server.urls is empty: name at least one server, such as http://host:8000")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"engine.server.urls: {url!r} must start with http:// or https://")
         if self.transfer == "files" and self.folder is None:
-            raise ValueError("engine.transfer=files needs engine.folder: a folder that the trainer and the servers both see")
+            raise ValueError("engine.server.transfer=files needs engine.server.folder, which trainer and servers both see")
         for name in ("bucket_mb", "concurrency", "timeout_s", "update_timeout_s", "tolerance"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name}={getattr(self, name)} must be positive")
+                raise ValueError(f"engine.server.{name}={getattr(self, name)} must be positive")
 
 
 def stream_of(request: Request) -> str:

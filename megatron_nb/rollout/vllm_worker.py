@@ -12,7 +12,9 @@ tensors under Hugging Face names, from files or from a process group, through vL
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -58,7 +60,8 @@ class Receiver(WeightTransferEngine):
         self.link: Link | None = None
         self.version, self.checksum, self.tensors = -1, 0, 0
         self.coming: int | None = None  # the version that is being received
-        self.loaded: set[str] = set()
+        self.came: set[str] = set()  # names of tensors
+        self.loaded: set[str] = set()  # names of parameters, of which one may take several tensors
 
     def init_transfer_engine(self, init_info: Join) -> None:
         self.shutdown()
@@ -69,7 +72,8 @@ class Receiver(WeightTransferEngine):
         )  # fmt: skip
 
     def start_weight_update(self) -> None:
-        self.version, self.coming, self.checksum, self.tensors, self.loaded = UNFINISHED, None, 0, 0, set()
+        self.version, self.coming, self.checksum, self.tensors = UNFINISHED, None, 0, 0
+        self.came, self.loaded = set(), set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
@@ -89,14 +93,25 @@ class Receiver(WeightTransferEngine):
         self.checksum += checksum(bucket)
         self.tensors += len(bucket)
         self.coming = update_info.version
+        self.came |= {name for name, _ in bucket}
         self.loaded |= set(self.model.load_weights(bucket) or ())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        missing = sorted({name for name, _ in self.model.named_parameters()} - self.loaded)
-        if missing or self.coming is None:  # vLLM keeps the old values of these, and says so in a log line alone
-            raise RuntimeError(f"{len(missing)} parameters were not among the weights that came, such as {missing[:3]}")
+        unloaded = {name for name, _ in self.model.named_parameters()} - self.loaded
+        missing = sorted(unloaded | (self._needed() - self.came))
+        if missing or self.coming is None:  # vLLM keeps what it had there, and says so in its log at most
+            raise RuntimeError(f"{len(missing)} tensors were not among the weights that came, such as {missing[:3]}")
         self.version = self.coming
+
+    def _needed(self) -> set[str]:
+        """The tensors of the folder that the server was started with; none when it is not a folder of safetensors."""
+        names: set[str] = set()
+        for file in Path(self.model_config.model).glob("*.safetensors"):
+            with open(file, "rb") as stream:  # 8 bytes: the length of the JSON header
+                names |= set(json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+        tied = {"lm_head.weight"} if self.model_config.hf_config.tie_word_embeddings else set()
+        return {name for name in names - tied if name != "__metadata__" and not name.endswith("rotary_emb.inv_freq")}
 
     def shutdown(self) -> None:
         if self.link is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_nb.rollout.engine import Stop
+from megatron_nb.rollout.server import ServerConfig
 from tests.rollout.server_setup import PROMPT, SAMPLING, Weights, ask, llama, logprobs_of, request
 from tests.rollout.stub_server import StubServer
 
@@ -96,6 +97,22 @@ def test_a_request_that_waits_for_an_update_is_sampled_by_the_new_weights(stub, 
     assert source.future.result(20).versions == [1] * 8
 
 
+def test_an_update_does_not_queue_behind_requests(stub, engine_of):
+    engine = engine_of(stub, concurrency=2)
+    engine.load_weights(Weights(llama(1)), 0)
+    stub.hold(after=1)
+
+    async def main():
+        return await asyncio.gather(*(engine.generate(request(f"g/{i}/0.0")) for i in range(20)))
+
+    future = engine.start(main)
+    stub.wait_held(2)
+    engine.load_weights(Weights(llama(2)), 1)
+    done = future.result(20)
+    assert all(one.stop is Stop.ABORT for one in done)
+    assert sum(len(one.ids) for one in done) <= 2
+
+
 def test_abort_keeps_what_was_sampled_and_stops_the_server(stub, engine_of):
     engine = engine_of(stub)
     engine.load_weights(Weights(llama(1)), 0)
@@ -173,3 +190,17 @@ def test_nothing_is_sampled_before_the_first_weights(stub, engine_of):
     with pytest.raises(RuntimeError, match="call load_weights first"):
         ask(engine, request())
     assert stub.count("/v1/completions") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"urls": []}, "urls is empty"),
+        ({"urls": ["localhost:8000"]}, "must start with http"),
+        ({"transfer": "files"}, "needs engine.server.folder"),
+        ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        ServerConfig(**settings)

@@ -23,10 +23,20 @@ def llama_config():
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A word for each id: vLLM gives no log-probs without a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(llama_config().vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained(folder)
 
 
 def _up(url: str) -> bool:
@@ -39,7 +49,10 @@ def _up(url: str) -> bool:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> str:
-    """The address of a running server."""
+    """The address of a running server: SERVE_URL, when one of such a model is up already, or a new one."""
+    if "SERVE_URL" in os.environ:
+        yield os.environ["SERVE_URL"]
+        return
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON} is missing: make test-serve installs vLLM there (tools/serve_venv.sh)")
     import torch
@@ -48,12 +61,13 @@ def server(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("serve")
     torch.manual_seed(0)
     LlamaForCausalLM(llama_config()).save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     command = [ROOT / "tools/serve.sh", folder / "model", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-               "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "32",
+               "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "32",
                "--block-size", str(BLOCK)]  # fmt: skip
     log, url = folder / "server.log", f"http://127.0.0.1:{port}"
     with open(log, "w") as stream:

@@ -24,9 +24,9 @@ from tests.rollout.server_setup import ALONE, Weights, logprobs_of
 from tests.serve.conftest import BLOCK, llama_config
 from tests.training import tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.serve]
+pytestmark = [pytest.mark.slow, pytest.mark.serve, pytest.mark.timeout(1200)]  # the server starts within the first
 
-SHAPE = dict(num_layers=2, hidden_size=64, num_attention_heads=2, num_query_groups=1, head_dim=32, ffn_hidden_size=96,
+SHAPE = dict(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, head_dim=32, ffn_hidden_size=96,
              vocab_size=300, max_position_embeddings=512)  # fmt: skip
 TOLERANCE = 1e-3
 PROMPT = [5 + (7 * i * i + 3 * i) % 251 for i in range(3 * BLOCK)]
@@ -112,11 +112,10 @@ def updates(url: str, transfer: str, layout: dict, folder: Path) -> list[tuple[f
 def test_logprobs_are_the_trainers_after_every_update(server, ranks, tmp_path, transfer, layout):
     world = 2 if layout else 1
     for rank in ranks.run(world, updates, server, transfer, layout, tmp_path):
-        print(transfer, layout, rank)
-        for difference, _ in rank:
+        print(transfer, layout, "(engine against trainer, moved by the update):", rank)
+        for difference, moved in rank:
             assert difference < TOLERANCE
-        for _, moved in rank[1:]:
-            assert moved > 10 * TOLERANCE
+            assert moved is None or moved > 10 * TOLERANCE  # None: the first
 
 
 def test_the_server_reads_the_ids_it_is_given_and_gives_the_ids_it_sampled(engine_of, server):
@@ -169,6 +168,18 @@ def test_a_stop_id_is_the_last_id(engine_of):
 
 
 # ---------------------------------------------------------------------- in the middle of requests
+def watched(engine) -> list[list[int]]:
+    """The ids of every stream that is begun from now on; they grow while it runs."""
+    streams, sample = [], engine._sample
+
+    def noted(server, request, ids, logprobs):
+        streams.append(ids)
+        return sample(server, request, ids, logprobs)
+
+    engine._sample = noted
+    return streams
+
+
 @pytest.mark.parametrize("transfer", ["files", "group"])
 def test_an_update_mid_request_marks_each_part_with_the_version_that_sampled_it(engine_of, transfer):
     models = [llama(seed) for seed in (3, 4, 5)]
@@ -187,9 +198,11 @@ def test_an_update_mid_request_marks_each_part_with_the_version_that_sampled_it(
     async def main():
         return await asyncio.gather(*(episode(number) for number in range(3)))
 
+    streams = watched(engine)
     future = engine.start(main)
     for version in (1, 2):
-        time.sleep(0.7)
+        while len(streams) < 3 * version or min(map(len, streams[-3:])) < 20:
+            time.sleep(0.005)
         engine.load_weights(Weights(models[version]), version)
     assert not future.done(), "the requests ended before the last update: the test shows nothing"
     for parts in future.result(300):
@@ -218,10 +231,12 @@ def _running(server: str) -> float:
 def test_abort_keeps_what_was_sampled_and_stops_the_server(engine_of, server):
     engine, model = engine_of(), llama(3)
     engine.load_weights(Weights(model), 0)
+    streams = watched(engine)
 
     async def main():
         task = asyncio.create_task(engine.generate(request("x/0/0.0", sampling=Sampling(400, 0.7))))
-        await asyncio.sleep(0.7)
+        while not streams or len(streams[0]) < 20:
+            await asyncio.sleep(0.005)
         await engine.abort("x/0/0.0")
         return await task
 
