@@ -180,6 +180,12 @@ def scorer(config: RewardConfig | None, tokenizer: Any, place: Topology, engine:
     return build_reward(config, tokenizer, place.device).score if engine.leads else "on the leaders"
 
 
+def compares(reward: RewardConfig | None) -> bool:
+    """Whether a reward compares the answers of a group with each other."""
+    terms = reward.terms.values() if reward else ()
+    return any(term.kind == "pairwise" and term.settings.get("mode") == "group" for term in terms)
+
+
 def versus(config: RlConfig) -> RewardConfig | None:
     """The judge of two answers for the win rate: the pair-wise terms of the held-out judge, or else of the reward."""
     for reward in filter(None, (config.heldout_reward, config.reward)):
@@ -245,10 +251,11 @@ def main(config: RlConfig) -> None:
         filter_prompts(config, collector, prompts, run)
         if resumed:
             collector.restore(state["collector"])
-        judges = {"judge": config.heldout_reward, "versus": versus(config)} if prompts.heldout else {}
         heldout = Heldout(
             collector, prompts.heldout, config.evaluation.samples, run.folder, writes=run.rank == 0,
-            **{name: scorer(judge, tokenizer, place, engine) for name, judge in judges.items()},
+            judge=scorer(config.heldout_reward, tokenizer, place, engine),
+            versus=scorer(versus(config), tokenizer, place, engine),
+            relative=(compares(config.reward), compares(config.heldout_reward)),
         ) if prompts.heldout else None  # fmt: skip
         metrics = Metrics(
             run, config.log, config.model,

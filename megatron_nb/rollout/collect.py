@@ -143,16 +143,18 @@ class Collector:
                 places = self.ahead.setdefault(later, []) or self._places(self.config.num_prompts)
                 self.ahead[later], self._rounds[later] = places, self._start(later, places)
 
-    def answers(self, kind: str, number: int, prompts: list[Prompt], samples: int) -> tuple[list[Group], dict[str, float]]:
+    def answers(
+        self, kind: str, number: int, prompts: list[Prompt], samples: int, score: Scorer | None = None
+    ) -> tuple[list[Group], dict[str, float]]:
         """Scored groups of `samples` answers to these prompts by the weights of now, durable, outside the training order.
 
-        The seeds do not depend on `number`: two evaluations differ by their weights alone.
+        The seeds do not depend on `number`: two evaluations differ by their weights alone. score: None is the collector's.
         """
         asks = [
             self._ask(f"{kind}{number}.{place}.{prompt.conversation.sample_id}", prompt, (kind, place), samples)
             for place, prompt in enumerate(prompts)
         ]
-        return self._finish(self._produce(label(kind, number), asks, self.engine.version))
+        return self._finish(self._produce(label(kind, number), asks, self.engine.version, score))
 
     def judge(self, groups: list[Group], score: Scorer) -> list[list[Score]]:
         """What another reward says of these groups; the groups keep their scores."""
@@ -190,9 +192,9 @@ class Collector:
             asks.append(self._ask(group_id, prompt, (step, place), self.config.group_size))
         return self._produce(label("step", step), asks, step - 1 - self.config.staleness)
 
-    def _produce(self, name: str, asks: list[Ask], oldest: int) -> Round:
+    def _produce(self, name: str, asks: list[Ask], oldest: int, score: Scorer | None = None) -> Round:
         mine = asks[self.engine.replica :: self.engine.replicas]
-        return Round(asks, self._run(lambda: self.producer.produce(name, mine, oldest, self.score)))
+        return Round(asks, self._run(lambda: self.producer.produce(name, mine, oldest, score or self.score)))
 
     def _run(self, work: Callable[[], Awaitable[Any]]) -> Future | None:
         """Begin `work` on the leaders. With staleness 0 it is done when this returns."""

@@ -6,8 +6,10 @@ starting model: later ones are compared with them, prompt by prompt, by a pair-w
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,44 +34,56 @@ class EvaluationConfig:
 
 
 class Heldout:
-    """Evaluation on the held-out prompts of a run. judge, versus: scorers on leaders, anything but None elsewhere."""
+    """Evaluation on the held-out prompts of a run. Scorers are called on leaders alone; elsewhere anything but None will do."""
 
     def __init__(
         self, collector: Collector, prompts: list[Prompt], samples: int, folder: Path, *,
-        judge: Scorer | None, versus: Scorer | None, writes: bool,
+        judge: Scorer | None, versus: Scorer | None, relative: tuple[bool, bool] = (False, False), writes: bool,
     ):  # fmt: skip
-        """versus: gives the first of two rollouts of a group its probability to be better; writes: whether this rank does."""
+        """versus: gives each of a group's two rollouts its probability to be better. writes: whether this rank writes files.
+
+        relative: whether reward and judge compare the rollouts of a group; they are then asked about an answer beside the
+        starting model's, since a mean over answers that are compared with each other would say nothing.
+        """
         self.collector, self.prompts, self.samples, self.folder = collector, prompts, samples, folder
         self.judge, self.versus, self.writes = judge, versus, writes
+        self.relative_reward, self.relative_judge = relative
         self._start: list[Group] | None = None
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Collective. Means over the prompts, and standard errors over them. Interrupted when asked to stop."""
-        groups, _ = self.collector.answers("heldout", step, self.prompts, self.samples)
-        told = _means("heldout_reward", [[rollout.score for rollout in group.rollouts] for group in groups])
-        answers = [rollout for group in groups for rollout in group.rollouts if rollout.status != "invalid"]
-        told["heldout_length"] = float(np.mean([sum(rollout.sampled_mask) for rollout in answers]))
-        told["heldout_truncated"] = float(np.mean([rollout.status == "length" for rollout in answers]))
-        told["heldout_invalid"] = 1 - sum(r.score.reward is not None for g in groups for r in g.rollouts) / sum(
-            len(group.rollouts) for group in groups
-        )
-        if self.judge is not None:
-            told |= self._told(groups, "heldout_judge", self.collector.judge(groups, self.judge))
-        if step == 0:
-            self._start = groups
         start = self._start or self._read_start()
-        if self.versus is not None and start is not None:
-            pairs = [
-                Group(f"{now.group_id}/{a.index}", now.prompt, [a, b])
-                for now, then in zip(groups, start)
-                for a, b in zip(now.rollouts, then.rollouts)
-            ]
-            wins = [scores[:1] for scores in self.collector.judge(pairs, self.versus)]
-            by_group = [sum(wins[i : i + self.samples], []) for i in range(0, len(wins), self.samples)]
-            told |= self._told(groups, "heldout_win_rate", by_group)
+        score = partial(self._beside_start, start) if self.relative_reward else None
+        groups, _ = self.collector.answers("heldout", step, self.prompts, self.samples, score)
+        if step == 0:
+            start = self._start = groups
+        told = _means("heldout_reward", [[rollout.score for rollout in group.rollouts] for group in groups])
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        answers = [rollout for rollout in rollouts if rollout.status != "invalid"]
+        told["heldout_length"] = float(np.mean([sum(rollout.sampled_mask) for rollout in answers])) if answers else math.nan
+        told["heldout_truncated"] = float(np.mean([r.status == "length" for r in answers])) if answers else math.nan
+        told["heldout_invalid"] = float(np.mean([rollout.score.reward is None for rollout in rollouts]))
+        for name, judge, relative in (
+            ("heldout_judge", self.judge, self.relative_judge), ("heldout_win_rate", self.versus, True),
+        ):  # fmt: skip
+            if judge is None or (relative and start is None):
+                continue
+            if relative:
+                firsts = [scores[0] for scores in self.collector.judge(_pairs(groups, start), judge)]
+                scores = [firsts[i : i + self.samples] for i in range(0, len(firsts), self.samples)]
+            else:
+                scores = self.collector.judge(groups, judge)
+            told |= self._told(groups, name, scores)
         if self.writes:
             write_step(self.folder, step, groups, kind="heldout")
         return told
+
+    async def _beside_start(self, start: list[Group] | None, group: Group) -> list[Score]:
+        """The reward of each rollout in a group of two with the starting model's answer; with itself where there is none."""
+        place = int(group.group_id.split(".")[1])
+        pairs = _pairs([group], [start[place] if start else group])
+        scored = await asyncio.gather(*(self.collector.score(pair) for pair in pairs))
+        return [scores[0] for scores in scored]
 
     def _told(self, groups: list[Group], name: str, scores: list[list[Score]]) -> dict[str, float]:
         """Means of a judge's scores, which also go into the file beside the reward's own parts."""
@@ -87,6 +101,17 @@ class Heldout:
         groups = [[next(rollouts) for _ in range(self.samples)] for _ in self.prompts]
         self._start = [Group(its[0].group_id, prompt, its) for prompt, its in zip(self.prompts, groups)]
         return self._start
+
+
+def _pairs(groups: list[Group], start: list[Group]) -> list[Group]:
+    """A group of two for every rollout: itself, and the starting model's answer with the same seed."""
+    pairs = []
+    for group, then in zip(groups, start):
+        first = {rollout.index: rollout for rollout in then.rollouts}
+        for rollout in group.rollouts:
+            both = [replace(rollout, index=0), replace(first[rollout.index], index=1)]
+            pairs.append(Group(f"{group.group_id}/{rollout.index}", group.prompt, both))
+    return pairs
 
 
 def _means(name: str, scores: list[list[Score]]) -> dict[str, float]:

@@ -58,6 +58,24 @@ def test_a_later_attempt_compares_with_the_starting_models_answers(tmp_path):
     assert "heldout_win_rate" not in heldout(tmp_path / "c", FakeEngine(version=5)).evaluate(5)
 
 
+async def rank(group):
+    """Compares the rollouts of a group: the share of the others that an answer is longer than."""
+    lengths = [len(rollout.ids) for rollout in group.rollouts]
+    assert len({rollout.index for rollout in group.rollouts}) == len(lengths) == 2
+    return [Score(sum((a > b) + 0.5 * (a == b) for b in lengths) - 0.5) for a in lengths]
+
+
+def test_a_reward_that_compares_answers_is_asked_beside_the_starting_models(tmp_path):
+    one = heldout(tmp_path, engine := FakeEngine(), samples=2, relative=(True, True), judge=rank)
+    one.collector.score = rank
+    start = one.evaluate(0)
+    assert start["heldout_reward"] == start["heldout_judge"] == start["heldout_win_rate"] == 0.5
+    engine.version = 5
+    told = one.evaluate(5)
+    assert told["heldout_reward"] == told["heldout_judge"] == told["heldout_win_rate"] != 0.5
+    assert told["heldout_invalid"] == 0
+
+
 def test_without_judges_there_are_no_numbers_of_theirs(tmp_path):
     told = heldout(tmp_path, FakeEngine(), judge=None, versus=None).evaluate(0)
     assert set(told) == {"heldout_reward", "heldout_reward_error", "heldout_length", "heldout_truncated", "heldout_invalid"}
