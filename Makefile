@@ -24,11 +24,18 @@ demo-rl-seeds: setup  ## the same over three seeds, with the standard error over
 test: setup  ## all tests that need no GPU; prints what was skipped and why
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
 
+test-serve: setup  ## the server engine against a real vLLM on the CPU; its own Python 3.11 environment, 3.5 GB
+	@tools/serve_venv.sh
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m serve tests/serve
+
 lint: setup  ## style of every Python file
 	$(PY) -m ruff check .
 
 verify: setup  ## every topology against one process; JSON= writes the table to a file
 	OMP_NUM_THREADS=1 $(PY) tools/verify_matrix.py $(if $(JSON),--json $(JSON))
+
+verify-swap: setup  ## pair-wise reward models with and without swap consistency, DATA= preference pairs; 10 minutes
+	OMP_NUM_THREADS=1 $(PY) tools/verify_swap.py --data $(DATA)
 
 test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
 	OMP_NUM_THREADS=1 $(PY) tools/verify_256k.py
