@@ -78,7 +78,7 @@ def test_replicas_share_the_prompts_and_generate_what_one_would(tmp_path, replic
 
 
 # ---------------------------------------------------------------------- kills
-class Killed(BaseException):
+class Killed(Exception):
     pass
 
 

@@ -102,7 +102,7 @@ def test_the_filter_keeps_prompts_by_successes_and_is_done_once(tmp_path, lo, hi
 
 
 def test_a_filter_that_was_killed_asks_only_what_is_missing_and_one_that_keeps_nothing_says_so(tmp_path):
-    class Killed(BaseException):
+    class Killed(Exception):
         pass
 
     def dies(request):
