@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-serve, where vLLM lives: it pins another torch than this project's, so it has an environment of its own.
 #   tools/serve_venv.sh           or    PYTHON311=/path/to/python3.11 tools/serve_venv.sh [FOLDER]
-# Installs vLLM's CPU build (3.5 GB, minutes), which has wheels for CPython 3.11 alone. On GPU machines install `vllm`
-# itself in any environment instead, and give the server megatron_nb/rollout/vllm_worker.py as README.md's serving part says.
+# Installs vLLM's CPU build (3.5 GB, minutes), which needs CPython 3.11. On a GPU machine install `vllm` of the same release
+# into any environment instead and name its Python: SERVE_PYTHON=... tools/serve.sh MODEL_FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -177,8 +177,7 @@ class StubServer:
     def collective_rpc(self, body, query):
         if body["method"] == "nb_forget":
             self.updating = False
-        names = ("version", "checksum", "tensors", "logprobs_mode")
-        return {"results": [{name: getattr(self, name) for name in names}]}
+        return {"results": [{key: getattr(self, key) for key in ("version", "checksum", "tensors", "logprobs_mode")}]}
 
     def init_weight_transfer_engine(self, body, query):
         info = dict(body["init_info"])
