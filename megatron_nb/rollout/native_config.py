@@ -30,41 +30,41 @@ class NativeConfig:
     def __post_init__(self):
         for name in ("tensor", "max_concurrency", "block_size", "step_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name}={getattr(self, name)} must be at least 1")
+                raise ValueError(f"engine: {name}={getattr(self, name)} must be at least 1")
         if self.kv_cache_gb <= 0:
-            raise ValueError(f"engine.kv_cache_gb={self.kv_cache_gb} must be positive")
+            raise ValueError(f"engine: kv_cache_gb={self.kv_cache_gb} must be positive")
         if self.max_sequence_length is not None and self.max_sequence_length < 2:
-            raise ValueError(f"engine.max_sequence_length={self.max_sequence_length} must be at least 2: prompt and answer")
+            raise ValueError(f"engine: max_sequence_length={self.max_sequence_length} must be at least 2: prompt and answer")
         if self.step_tokens < self.max_concurrency:
             raise ValueError(
-                f"engine.step_tokens={self.step_tokens} must be at least max_concurrency={self.max_concurrency}: "
+                f"engine: step_tokens={self.step_tokens} must be at least max_concurrency={self.max_concurrency}: "
                 "every running request takes one token a step"
             )
         if self.max_concurrency % self.tensor:
-            raise ValueError(f"engine.max_concurrency={self.max_concurrency} must be a multiple of engine.tensor={self.tensor}")
+            raise ValueError(f"engine: max_concurrency={self.max_concurrency} must be a multiple of its tensor={self.tensor}")
 
 
 def check(config: NativeConfig, model: ModelConfig, world: int, padded_vocab: int) -> None:
     tensor = config.tensor
     if world % tensor:
-        raise ValueError(f"engine.tensor={tensor} must divide the {world} processes: every replica has equally many ranks")
+        raise ValueError(f"engine: tensor={tensor} must divide the {world} processes: every replica has equally many ranks")
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         if getattr(model, name) % tensor:
-            raise ValueError(f"engine.tensor={tensor} must divide model.{name}={getattr(model, name)}")
+            raise ValueError(f"engine: tensor={tensor} must divide model.{name}={getattr(model, name)}")
     if padded_vocab % tensor:
-        raise ValueError(f"engine.tensor={tensor} must divide the trainer's padded vocabulary of {padded_vocab} rows")
+        raise ValueError(f"engine: tensor={tensor} must divide the trainer's padded vocabulary of {padded_vocab} rows")
     if getattr(model, "head", "vocabulary") != "vocabulary":
         raise ValueError(f"model.head={model.head!r} cannot be sampled from: an engine needs head=vocabulary")
     longest = config.max_sequence_length or model.max_position_embeddings
     if longest > model.max_position_embeddings:
         raise ValueError(
-            f"engine.max_sequence_length={longest} must be at most "
+            f"engine: max_sequence_length={longest} must be at most "
             f"model.max_position_embeddings={model.max_position_embeddings}"
         )
     if config.cuda_graphs and ON_CPU:
-        raise ValueError("engine.cuda_graphs=true needs a GPU: there is none here")
+        raise ValueError("engine: cuda_graphs=true needs a GPU: there is none here")
     if FLASH and config.block_size % 256:
-        raise ValueError(f"engine.block_size={config.block_size} must be a multiple of 256 for flash-attn's paged cache")
+        raise ValueError(f"engine: block_size={config.block_size} must be a multiple of 256 for flash-attn's paged cache")
 
 
 def cache_blocks(config: NativeConfig, model: ModelConfig) -> int:
@@ -75,8 +75,8 @@ def cache_blocks(config: NativeConfig, model: ModelConfig) -> int:
     blocks = int(config.kv_cache_gb * 2**30) // block_bytes - 1  # core keeps one for padding
     if blocks < 1:
         raise ValueError(
-            f"engine.kv_cache_gb={config.kv_cache_gb} holds no block of {config.block_size} tokens beside the one that core "
-            f"keeps: give at least {2 * block_bytes / 2**30:.3g}, or a smaller engine.block_size"
+            f"engine: kv_cache_gb={config.kv_cache_gb} holds no block of {config.block_size} tokens beside the one that core "
+            f"keeps: give at least {2 * block_bytes / 2**30:.3g}, or a smaller block_size"
         )
     return blocks
 

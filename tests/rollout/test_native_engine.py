@@ -246,7 +246,7 @@ def test_what_can_never_be_served_is_refused_by_name(ranks, tmp_path):
     "field", ["tensor", "max_concurrency", "block_size", "step_tokens", "kv_cache_gb", "max_sequence_length"]
 )
 def test_a_configuration_that_cannot_be_names_its_field(field):
-    with pytest.raises(ValueError, match=f"engine.{field}=0"):
+    with pytest.raises(ValueError, match=f"engine: {field}=0"):
         NativeConfig(**{field: 0})
 
 
