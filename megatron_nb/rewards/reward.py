@@ -22,6 +22,7 @@ from megatron_nb.records import Group, Rollout, Score
 from megatron_nb.rewards.deadline import Workers
 from megatron_nb.rewards.term import Term, find, make_term, method_of, settings_of
 from megatron_nb.schema import ConfigError
+from megatron_nb.training.checkpoint_folder import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +74,16 @@ def check_reward(config: RewardConfig) -> None:
         target = find(term.kind, f"reward.terms.{name}")
         method_of(target, f"reward.terms.{name}")
         settings_of(target, term.settings, f"reward.terms.{name}")
+
+
+def find_models(config: RewardConfig) -> None:
+    """Look up the checkpoints that built-in terms name, so that a wrong path costs no model. Raises ConfigError."""
+    for name, term in config.terms.items():
+        if term.kind in ("pointwise", "pairwise"):
+            try:
+                resolve(term.settings["checkpoint"])
+            except ValueError as error:
+                raise ConfigError(f"reward.terms.{name}.settings.checkpoint: {error}") from None
 
 
 def build_reward(

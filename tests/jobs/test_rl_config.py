@@ -41,6 +41,19 @@ def test_a_stage_that_cannot_be_right_is_refused(words, complaint):
         compose(rl.RlConfig, "rl_pointwise", [*SMALL, *words])
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "settings.checkpoint"),
+        (["reward.terms.model.settings.checkpoint=runs/nowhere"], "settings.checkpoint: runs/nowhere is not a folder"),
+    ],
+)
+def test_a_reward_model_that_is_not_there_is_missed_before_any_model_is_built(words, complaint):
+    source = ["prompts.sources.a.path=prompts.jsonl"]
+    with pytest.raises(ValueError, match=complaint):
+        rl.main(compose(rl.RlConfig, "rl_pointwise", [*SMALL, *source, *words]))
+
+
 def test_what_a_variant_changes_is_in_its_file():
     configs = {
         name: compose(rl.RlConfig, "rl_pointwise", [*SMALL, f"algorithm={name}"])
