@@ -57,7 +57,7 @@ class Size:
     strong_steps: int = 250
     reward_steps: int = 80  # of 32 pairs
     rl_steps: int = 50
-    rl_batch: int = 16  # prompts, 8 answers to each
+    rl_batch: int = 16  # prompts, 8 answers to each; half of it where 8 * 7 comparisons of a prompt are judged
     sft_lr: float = 3e-3
     reward_lr: float = 1e-3  # of the point-wise model; twice that of the pair-wise one, which has more to find out
     rl_lr: float = 3e-4
@@ -167,6 +167,7 @@ class Demo:
         size, jobs = self.size, []
         for stage in STAGES:
             kind = stage.removeprefix("rl_")
+            batch = size.rl_batch // (1 + (kind == "pairwise"))
             limit = ["collect.overlong.cache=8"] if kind == "pointwise" else ["reward.terms.model.settings.mode=group"]
             jobs.append((stage, "rl", [
                 "--config-name", stage, *self.shape, "parallel=cpu1", "answers=short", f"init_from={self.folder}/weak",
@@ -178,7 +179,7 @@ class Demo:
                 f"heldout_reward.terms.judge.settings.checkpoint={self.folder}/judge_pointwise",
                 "engine.native.kv_cache_gb=0.25", "engine.native.block_size=16", "engine.native.max_concurrency=128",
                 f"engine.native.max_sequence_length={PROMPT + ANSWER}", f"update.pack_tokens={PACK}",
-                f"collect.num_prompts={size.rl_batch}", "collect.group_size=8", f"num_steps={size.rl_steps}",
+                f"collect.num_prompts={batch}", "collect.group_size=8", f"num_steps={size.rl_steps}",
                 f"evaluation.every={self.every}", f"optimizer.lr={size.rl_lr}", f"checkpoint.every={size.rl_steps}", *limit,
             ]))  # fmt: skip
         self.stage(*jobs)
