@@ -23,13 +23,17 @@ def schema_of(stage):
     return JOBS[first]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("stage", STAGE_FILES, ids=lambda path: path.stem)
+def groups_of(stage):
+    """The groups that a stage file lets one choose from."""
+    return [key for default in yaml.safe_load(stage.read_text())["defaults"] if isinstance(default, dict) for key in default]
+
+
+CHOICES = [(stage, option) for stage in STAGE_FILES for option in OPTIONS if option.split("=")[0] in groups_of(stage)]
+
+
+@pytest.mark.parametrize(("stage", "option"), CHOICES, ids=[f"{stage.stem}-{option}" for stage, option in CHOICES])
 def test_every_stage_composes_with_every_option(stage, option):
-    group, name = option.split("=")
-    groups = [key for default in yaml.safe_load(stage.read_text())["defaults"] if isinstance(default, dict) for key in default]
-    if group not in groups:
-        pytest.skip(f"{stage.stem} has no group {group}")
+    (group, name), groups = option.split("="), groups_of(stage)
     small = [word for word in SMALL if word.split("=")[0] in groups and not word.startswith(group)]
     others = small if option in ("model=tiny", "model=smollm2_135m", "answers=short") else []
     config = compose(schema_of(stage), stage.stem, [*others, option])
@@ -64,7 +68,7 @@ def test_dense_3b_is_the_recipes_model():
 
 
 def test_smollm2_has_its_published_size():
-    assert compose(sft.SftConfig, "sft", ["model=smollm2_135m", *SMALL[1:]]).model.num_parameters == 134_515_008
+    assert compose(sft.SftConfig, "sft", ["model=smollm2_135m", *SMALL[1:3]]).model.num_parameters == 134_515_008
 
 
 @pytest.mark.parametrize(("context", "length", "theta"), [("32k", 32768, 5e6), ("64k", 65536, 2e7), ("256k", 262144, 7e7)])
@@ -97,6 +101,6 @@ def test_a_layout_that_does_not_fit_is_refused():
 
 
 def test_the_quickstart_mixes_two_sources_and_holds_a_part_out():
-    data = compose(sft.SftConfig, "sft", ["data=quickstart", *SMALL]).data
+    data = compose(sft.SftConfig, "sft", ["data=quickstart", *SMALL[:3]]).data
     assert len(data.sources) == 2 and set(data.validation) == set(data.sources)
     assert not {source.path for source in data.sources.values()} & {source.path for source in data.validation.values()}

@@ -226,13 +226,13 @@ def test_what_can_never_be_served_is_refused_by_name(ranks, tmp_path):
     (found,) = ranks.run(1, _refusals, save_random(tmp_path, "llama"))
     expected = {
         "long": "prompt 90 \\+ max_tokens 11 = 101 must be at most max_sequence_length=100",
-        "cache": "60 tokens do not fit into the cache of 3 blocks of 16: raise engine.kv_cache_gb",
+        "cache": "60 tokens do not fit into the cache of 3 blocks of 16: raise the engine.s kv_cache_gb",
         "empty": "has no ids",
         "vocabulary": "id 301, outside the vocabulary of 301",
         "twice": "'same' is running already",
         "start": "engine=server",
         "outside": "within run",
-        "layout": "engine.tensor=2 must divide the 1 processes",
+        "layout": "engine: tensor=2 must divide the 1 processes",
         "budget": "holds no block of 16 tokens .*give at least",
         "positions": "max_sequence_length=129 must be at most model.max_position_embeddings=128",
         "graphs": "needs a GPU",

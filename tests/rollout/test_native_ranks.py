@@ -145,4 +145,4 @@ def test_an_exception_on_one_leader_is_raised_on_every_rank_and_the_engine_goes_
         assert "max_tokens 1000" in wrong[1]
         assert idle == (rank // 2 if rank % 2 == 0 else None)
         assert replicas == 4
-        assert "engine.tensor=4 must divide model.num_query_groups=2" in refused
+        assert "engine: tensor=4 must divide model.num_query_groups=2" in refused
