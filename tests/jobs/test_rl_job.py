@@ -1,5 +1,6 @@
 """The RL job: killed anywhere it goes on without losing a rollout and ends with the same bits; the same at every layout."""
 
+import asyncio
 import inspect
 import json
 import os
@@ -68,13 +69,15 @@ def _rl(words: list[str], die_in: str = "", at: int = 0) -> list[str]:
                 os.kill(os.getpid(), signal.SIGTERM if name == "signal" else signal.SIGKILL)
             if function is kept[NativeEngine, "generate"]:
                 requests.append(args[1].request_id)
+            return name == die_in == "signal" and calls[name] == at
 
         def call(*args, **kwargs):
             note(*args)
             return function(*args, **kwargs)
 
         async def call_async(*args, **kwargs):
-            note(*args)
+            if note(*args):
+                await asyncio.sleep(2)  # longer than a leader goes without looking: it must not get through the step before
             return await function(*args, **kwargs)
 
         return call_async if inspect.iscoroutinefunction(function) else call
