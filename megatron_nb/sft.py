@@ -76,12 +76,7 @@ class SftConfig:
             raise ValueError(f"seed={self.seed} must not be negative: the generators take no such seed")
         check_layout(self.model, self.parallel)
         schedule_lengths(self.optimizer, self.num_steps)
-        multiple = self.parallel.pack_multiple
-        if self.seq_len % multiple:
-            raise ValueError(
-                f"seq_len={self.seq_len} must be a multiple of {multiple} with parallel.context={self.parallel.context} and "
-                f"tensor={self.parallel.tensor}: zig-zag gives each rank two chunks, which scatter over tensor ranks"
-            )
+        self.parallel.check_pack_length(self.seq_len)
         if self.seq_len > self.model.max_position_embeddings:
             raise ValueError(
                 f"seq_len={self.seq_len} is above model.max_position_embeddings={self.model.max_position_embeddings}: "

@@ -76,6 +76,14 @@ class ParallelConfig:
         scatter = self.tensor if self.sequence_parallel else 1
         return math.lcm(2 * self.context if self.context > 1 else 1, self.context * scatter)
 
+    def check_pack_length(self, seq_len: int) -> None:
+        """ValueError when a pack of seq_len tokens cannot be cut this way."""
+        if seq_len % self.pack_multiple:
+            raise ValueError(
+                f"seq_len={seq_len} must be a multiple of {self.pack_multiple} with parallel.context={self.context} and "
+                f"tensor={self.tensor}: zig-zag gives each rank two chunks, which scatter over tensor ranks"
+            )
+
     def data_size(self, world: int) -> int:
         """Data-parallel ranks in a world; ValueError when the world does not divide."""
         if self.world is not None and world != self.world:

@@ -19,14 +19,14 @@ def of_leader[T](value: T, group: dist.ProcessGroup | None) -> T:
 
 def raise_on_every_rank(error: Exception | None, group: dist.ProcessGroup | None) -> None:
     """Collective. Raise rank 0's error on every rank; nothing when it has none."""
-    told = of_leader(_portable(error), group)
+    told = of_leader(portable(error), group)
     if error is not None:  # the error itself, with its causes
         raise error
     if told is not None:
         raise told
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def portable(error: BaseException | None) -> BaseException | None:
     """The error in a form that reaches other ranks."""
     try:
         pickle.loads(pickle.dumps(error))

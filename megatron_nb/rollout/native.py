@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import pickle
-import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -23,6 +21,7 @@ from megatron_nb.model.hf import WeightSource
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ON_CPU, Topology
 from megatron_nb.rollout.engine import Completion, Request, Stop
+from megatron_nb.rollout.leader import portable
 from megatron_nb.rollout.native_attention import RolloutContext
 from megatron_nb.rollout.native_config import NativeConfig, cache_blocks, check, inference_config
 from megatron_nb.rollout.native_sampling import Sampler, Stream
@@ -141,7 +140,7 @@ class NativeEngine:
             InferenceMode.unset_active()
             self._drop_requests()
         errors: list = [None] * self.topology.world
-        dist.all_gather_object(errors, _portable(error), group=self._world)
+        dist.all_gather_object(errors, portable(error), group=self._world)
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
@@ -278,14 +277,3 @@ class NativeEngine:
         self.sleep()
         self._loop.run_until_complete(asyncio.sleep(0))  # core schedules notices that nobody waits for
         self._loop.close()
-
-
-def _portable(error: BaseException | None) -> BaseException | None:
-    """The error in a form that reaches other ranks."""
-    if error is None:
-        return None
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
