@@ -60,11 +60,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise OSError(error.errno, f"{path} was not written and is as before: {error.strerror}") from error
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)  # the rename itself survives a power cut
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself survives a power cut
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def write_summary(folder: Path, *, seed: int, wall_s: float, **metrics: float) -> None:

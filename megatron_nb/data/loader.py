@@ -8,7 +8,6 @@ simply made again), any step can be replayed, and the number of ranks may change
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,13 +18,12 @@ import torch
 from megatron_nb.data import packing
 from megatron_nb.data.dataset import Dataset
 from megatron_nb.data.feed import STREAMS, Feed, Layout
+from megatron_nb.data.fingerprint import same_data
 from megatron_nb.data.packing import TENSORS
 from megatron_nb.data.plan import Plan
 from megatron_nb.data.sources import DataConfig
 from megatron_nb.data.spawn import light_start
 from megatron_nb.records import Batch
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -83,23 +81,11 @@ class Loader:
     def _restore(self, state: dict[str, Any], changed: str) -> Any:
         """Takes over a saved position; the plan's snapshot, or None where the order begins anew."""
         self.step, self.origin = state["step"], state["origin"]
-        different = sorted(
-            key for key in self.fingerprint | state["data"] if self.fingerprint.get(key) != state["data"].get(key)
-        )
-        if not different:
-            self.seen |= {name: Seen(**seen) for name, seen in state["seen"].items()}
-            return state["plan"]
-        found = "; ".join(
-            f"{key}: {state['data'].get(key, 'absent')} then, {self.fingerprint.get(key, 'absent')} now" for key in different
-        )
-        if changed == "error":
-            raise ValueError(
-                f"the data differ from those of the checkpoint at step {self.step} ({found}): resuming would repeat and skip "
-                "rows; restore the data and settings, or set data.changed=restart to begin the new order at its start"
-            )
-        log.warning("DATA CHANGED since the checkpoint at step %d (%s): the order begins anew at its start", self.step, found)
-        self.origin = self.step
-        return None
+        if not same_data(self.step, state["data"], self.fingerprint, changed):
+            self.origin = self.step
+            return None
+        self.seen |= {name: Seen(**seen) for name, seen in state["seen"].items()}
+        return state["plan"]
 
     def state(self) -> dict[str, Any]:
         """The consumed position (never the prefetched one), as plain values."""

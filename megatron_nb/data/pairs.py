@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_nb.data.fingerprint import same_data
 from megatron_nb.data.mixture import Mixture, check_weights
 from megatron_nb.data.packing import pack
 from megatron_nb.data.preferences import Grade, Preference, answer_text, pair_text, read
@@ -246,21 +247,8 @@ class PairLoader:
 
     def _restore(self, state: dict[str, Any], changed: str) -> None:
         self.step, self.origin = state["step"], state["origin"]
-        then, now = state["data"], self.fingerprint
-        found = "; ".join(
-            f"{key}: {then.get(key, 'absent')} then, {now.get(key, 'absent')} now"
-            for key in sorted(then | now)
-            if then.get(key) != now.get(key)
-        )
-        if not found:
-            return
-        if changed == "error":
-            raise ValueError(
-                f"the data differ from those of the checkpoint at step {self.step} ({found}): resuming would repeat and skip "
-                "rows; restore the data and settings, or set data.changed=restart to begin the new order at its start"
-            )
-        log.warning("DATA CHANGED since the checkpoint at step %d (%s): the order begins anew at its start", self.step, found)
-        self.origin = self.step
+        if not same_data(self.step, state["data"], self.fingerprint, changed):
+            self.origin = self.step
 
     def state(self) -> dict[str, Any]:
         """The consumed position, as plain values."""

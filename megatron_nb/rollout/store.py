@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nb.records import Group, Rollout, Score, Turn
-from megatron_nb.run import write_atomic
+from megatron_nb.run import sync, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Journal:
         path = self.folder / f"{label}.replica-{replica}.jsonl"
         _cut_torn_line(path)
         self._file = open(path, "ab")  # noqa: SIM115  held open while the batch is collected
-        _sync_folder(self.folder)
+        sync(self.folder)  # a new file's name must survive a power cut too
 
     def add_rollout(self, rollout: Rollout) -> None:
         """Append a finished rollout; it is on disk when this returns."""
@@ -160,12 +160,3 @@ def _cut_torn_line(path: Path) -> None:
             end = start
         file.truncate(end)
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file's name must survive a power cut too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -127,7 +127,7 @@ def _fill_disk(run: str, where: str, background: bool):
     owner, name, fault = {
         "before": (checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})),
         "write": (os, "fsync", full),  # core's writer calls it last
-        "seal": (checkpoint_folder, "_sync", full),
+        "seal": (checkpoint_folder, "sync", full),
     }[where]
     kept = getattr(owner, name)
     if where != "write" or dist.get_rank() == 1:

@@ -42,7 +42,7 @@ def test_a_folder_is_listed_only_when_complete(tmp_path):
 
 def test_complete_is_written_last(tmp_path, monkeypatch):
     order = []
-    monkeypatch.setattr("megatron_nb.training.checkpoint_folder.os.fsync", lambda descriptor: order.append(_name(descriptor)))
+    monkeypatch.setattr("megatron_nb.run.os.fsync", lambda descriptor: order.append(_name(descriptor)))
     write(tmp_path, 5)
     data, complete = order.index("__0_0.distcp"), order.index("COMPLETE")
     assert data < order.index("files.json") < complete < order.index("checkpoints")
