@@ -30,6 +30,8 @@ BUILT_IN = {
     "pairwise": "megatron_nb.rewards.pairwise.Pairwise",
     "judge": "megatron_nb.rewards.judge.Judge",
     "math": "megatron_nb.rewards.answer.MathAnswer",
+    "pass_rate": "megatron_nb.rewards.code.PassRate",
+    "gated_complexity": "megatron_nb.rewards.code.GatedComplexity",
     "exact": "megatron_nb.rewards.rules.Exact",
     "regex": "megatron_nb.rewards.rules.Regex",
     "format": "megatron_nb.rewards.rules.Format",

@@ -1,0 +1,154 @@
+"""Builds the data of the code demo: small problems that a model of two million parameters can learn to solve, or to miss.
+
+    python tools/demo_code_data.py --out runs/demo-code/data [--seed 1]
+
+A problem has several descriptions, solutions of its optimal class, slower right ones and wrong ones (demo_code_problems.py).
+A prompt is one description in one frame with one name for the argument; no prompt stands in two files. An answer to learn
+from is drawn from all of a problem's programs, so the model learns a mixture. Writes sft.jsonl (conversations), rl.jsonl and
+heldout.jsonl (problems as the code stages read them: tests, function, optimal class, generator), and the folder tokenizer/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nb.data.chatml import TEMPLATE
+from megatron_nb.run import write_atomic
+from tools.demo_code_problems import PROBLEMS, Problem
+
+FRAMES = (
+    "Write solve({arg}). Return {what}.",
+    "Define solve({arg}) to return {what}.",
+    "solve({arg}) gives {what}. Write it.",
+    "Return {what}: write solve({arg}).",
+    "A function solve({arg}) is needed. It returns {what}.",
+    "In Python, solve({arg}) should return {what}.",
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SHARES = {"optimal": 0.25, "slow": 0.3, "wrong": 0.35, "malformed": 0.1}  # of the answers to learn from
+TESTS = 6  # of a problem
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One way to ask for one problem."""
+
+    problem: Problem
+    text: str
+    arg: str
+
+
+def asked() -> list[Asked]:
+    """Every prompt there is."""
+    return [
+        Asked(problem, frame.format(arg=arg, what=what.format(arg=arg)), arg)
+        for problem in PROBLEMS for what in problem.phrasings for frame in FRAMES for arg in problem.args
+    ]  # fmt: skip
+
+
+def program(source: str, arg: str) -> str:
+    """The program with its argument (written x there) named `arg`."""
+    return re.sub(r"\bx\b", arg, source)
+
+
+def fenced(source: str) -> str:
+    return f"```python\n{source}\n```"
+
+
+def malformed(source: str, rng: random.Random) -> str:
+    """An answer without form: no fence, no end of it, or a program that does not parse."""
+    return rng.choice((source, f"```python\n{source}", fenced(source.replace("):", ")", 1))))
+
+
+def answer(one: Asked, rng: random.Random) -> str:
+    """An answer to learn from, drawn by SHARES."""
+    (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+    if kind == "malformed":
+        return malformed(program(rng.choice(one.problem.optimal + one.problem.slow), one.arg), rng)
+    return fenced(program(rng.choice(getattr(one.problem, kind)), one.arg))
+
+
+def solve_of(source: str) -> Any:
+    """The function of one of our own programs."""
+    names: dict[str, Any] = {}
+    exec(source, names)  # ours, not a model's
+    return names["solve"]
+
+
+def tests_of(problem: Problem, seed: int) -> list[dict[str, Any]]:
+    """Tests in the judge's form; every wrong program fails one of them (drawn again until it is so)."""
+    right, wrong = solve_of(problem.optimal[0]), [solve_of(source) for source in problem.wrong]
+    rng = random.Random(f"{seed} {problem.name}")
+    for _ in range(1000):
+        inputs = [problem.draw(rng) for _ in range(TESTS)]
+        expected = [right(one) for one in inputs]
+        if all([false(one) for one in inputs] != expected for false in wrong):
+            return [{"call": "solve", "args": [one], "expected": value} for one, value in zip(inputs, expected)]
+    raise AssertionError(f"no {TESTS} tests tell the wrong programs of {problem.name} from the right ones")
+
+
+def row(one: Asked, name: str, tests: list[dict[str, Any]]) -> dict[str, Any]:
+    """A problem as the code stages read it."""
+    problem = one.problem
+    return {
+        "id": name, "prompt": one.text, "problem": problem.name, "language": "python", "tests": tests, "time_limit_s": 1.0,
+        "memory_limit_mb": 256, "function": "solve", "optimal": problem.best, "generator": problem.generator,
+    }  # fmt: skip
+
+
+def build(out: Path, seed: int, sft: int, rl: int, heldout: int) -> None:
+    """Writes every file; the numbers are rows."""
+    rng, every = random.Random(seed), asked()
+    if rl + heldout > len(every) // 2:
+        raise ValueError(f"rl={rl} and heldout={heldout} leave less than half of {len(every)} prompts to learn from")
+    rng.shuffle(every)
+    out.mkdir(parents=True, exist_ok=True)
+    tests = {problem.name: tests_of(problem, seed) for problem in PROBLEMS}
+    for name, its in (("heldout", every[:heldout]), ("rl", every[heldout : heldout + rl])):
+        write(out / f"{name}.jsonl", [row(one, f"{name}-{number}", tests[one.problem.name]) for number, one in enumerate(its)])
+    trained = [(one.text, answer(one, rng)) for one in rng.choices(every[heldout + rl :], k=sft)]
+    write(out / "sft.jsonl", [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": said, "loss": 1}]}
+        for text, said in trained
+    ])  # fmt: skip
+    train_tokenizer(out / "tokenizer", [part for pair in trained for part in pair])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train_tokenizer(folder: Path, texts: list[str], size: int = 768) -> None:
+    """A byte-level BPE of at most `size` entries with ChatML, saved for transformers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([*texts, *["user\nassistant\n"] * 8], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    build(options.out, options.seed, sft=8000, rl=400, heldout=200)
+
+
+if __name__ == "__main__":
+    main()
