@@ -2,7 +2,7 @@
 
     python tools/demo_code_data.py --out runs/demo-code/data [--seed 1]
 
-A problem has several descriptions, solutions of its optimal class, slower right ones and wrong ones (demo_code_problems.py).
+A problem has several descriptions, solutions of its optimal class, slower right ones and wrong ones (demo_code_problems.toml).
 A prompt is one description in one frame with one name for the argument; no prompt stands in two files. An answer to learn
 from is drawn from all of a problem's programs, so the model learns a mixture. Writes sft.jsonl (conversations), rl.jsonl and
 heldout.jsonl (problems as the code stages read them: tests, function, optimal class, generator), and the folder tokenizer/.
@@ -14,14 +14,17 @@ import argparse
 import json
 import random
 import re
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_nb.data.chatml import TEMPLATE
 from megatron_nb.run import write_atomic
-from tools.demo_code_problems import PROBLEMS, Problem
 
+PROBLEMS = Path(__file__).with_name("demo_code_problems.toml")
 FRAMES = (
     "Write solve({arg}). Return {what}.",
     "Define solve({arg}) to return {what}.",
@@ -33,6 +36,48 @@ FRAMES = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHARES = {"optimal": 0.25, "slow": 0.3, "wrong": 0.35, "malformed": 0.1}  # of the answers to learn from
 TESTS = 6  # of a problem
+
+
+def numbers(rng: random.Random, low: int = -4, high: int = 6, most: int = 8) -> list[int]:
+    return [rng.randint(low, high) for _ in range(rng.randint(2, most))]
+
+
+DRAWS: dict[str, Callable[[random.Random], Any]] = {  # an argument for a test
+    "numbers": numbers,
+    "few_values": lambda rng: numbers(rng, 0, 2, 9),
+    "half_sorted": lambda rng: sorted(numbers(rng)) if rng.random() < 0.5 else numbers(rng),
+    "near_ten": lambda rng: [rng.choice((1, 2, 5, 8, 9, 12, 20)) for _ in range(rng.randint(2, 4))],
+    "some_negative": lambda rng: numbers(rng, -9, -1) if rng.random() < 0.4 else numbers(rng),
+    "small": lambda rng: rng.randint(1, 40),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem; every program defines solve."""
+
+    name: str
+    best: str  # optimal class, of the ladder
+    args: tuple[str, ...]
+    phrasings: tuple[str, ...]
+    optimal: tuple[str, ...]
+    slow: tuple[str, ...]
+    wrong: tuple[str, ...]
+    generator: str  # source of make(n)
+    draw: Callable[[random.Random], Any]
+
+
+@cache
+def problems() -> tuple[Problem, ...]:
+    """All problems of the file."""
+    read, found = tomllib.loads(PROBLEMS.read_text()), []
+    for name, told in read.items():
+        programs = {kind: tuple(told[kind].strip().split("\n\n")) for kind in ("optimal", "slow", "wrong")}
+        found.append(Problem(
+            name, told["best"], tuple(told["args"]), tuple(told["phrasings"]), **programs, generator=told["generator"],
+            draw=DRAWS[told["draw"]],
+        ))  # fmt: skip
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -48,7 +93,7 @@ def asked() -> list[Asked]:
     """Every prompt there is."""
     return [
         Asked(problem, frame.format(arg=arg, what=what.format(arg=arg)), arg)
-        for problem in PROBLEMS for what in problem.phrasings for frame in FRAMES for arg in problem.args
+        for problem in problems() for what in problem.phrasings for frame in FRAMES for arg in problem.args
     ]  # fmt: skip
 
 
@@ -109,7 +154,7 @@ def build(out: Path, seed: int, sft: int, rl: int, heldout: int) -> None:
         raise ValueError(f"rl={rl} and heldout={heldout} leave less than half of {len(every)} prompts to learn from")
     rng.shuffle(every)
     out.mkdir(parents=True, exist_ok=True)
-    tests = {problem.name: tests_of(problem, seed) for problem in PROBLEMS}
+    tests = {problem.name: tests_of(problem, seed) for problem in problems()}
     for name, its in (("heldout", every[:heldout]), ("rl", every[heldout : heldout + rl])):
         write(out / f"{name}.jsonl", [row(one, f"{name}-{number}", tests[one.problem.name]) for number, one in enumerate(its)])
     trained = [(one.text, answer(one, rng)) for one in rng.choices(every[heldout + rl :], k=sft)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from megatron_nb.rewards.estimates import Estimates
 from megatron_nb.rewards.judging import CodeJudge, JudgeConfig
 from megatron_nb.rewards.rules import Format
 from megatron_nb.rewards.text import final_answer
-from megatron_nb.rewards.witness import Agreement, Witness, WitnessConfig
+from megatron_nb.rewards.witness import Agreement, Witness, WitnessConfig, without_claims
 from megatron_nb.sandbox.execution import Limits
 from megatron_nb.sandbox.judge import Program, Verdict
 from megatron_nb.sandbox.ladder import LADDER, parse_class, rank
@@ -131,7 +130,7 @@ class GatedComplexity(PassRate):
     w: float = 0.5  # the time part of the optimal class
     gamma: float = 0.5  # what is left of it for every rank above
     witness: WitnessConfig = field(default_factory=WitnessConfig)  # the second one; none without an endpoint
-    estimates: Path | None = None  # file that keeps the measured classes over runs and for other readers
+    estimates: Path | None = None  # a file that keeps the measured classes over runs
 
     def __post_init__(self):
         super().__post_init__()
@@ -139,10 +138,8 @@ class GatedComplexity(PassRate):
             raise ValueError(f"w={self.w} must be at least 0 and finite: less would put right programs below wrong ones")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma={self.gamma} must be in (0, 1]: a worse class must not earn more")
-        self._known, self._agreement = Estimates(self.estimates), Agreement()
+        self._estimates, self._agreement = Estimates(self.estimates), Agreement()
         self._witness = Witness(self.witness) if self.witness.endpoint else None
-        # one at a time for equal programs, in every event loop: the second finds what the first has measured
-        self._locks: weakref.WeakKeyDictionary[Any, dict[str, asyncio.Lock]] = weakref.WeakKeyDictionary()
 
     async def score_rollout(self, prompt: Prompt, rollout: Rollout) -> Score:
         score, source = await self._passed(prompt, rollout)
@@ -186,13 +183,11 @@ class GatedComplexity(PassRate):
 
     async def _measured(self, source: str, function: str, generator: str) -> dict[str, Any]:
         """What was measured of this program: once for all that differ in comments and layout alone."""
-        key = self._known.key(source, function, generator)
-        lock = self._locks.setdefault(asyncio.get_running_loop(), {}).setdefault(key, asyncio.Lock())
-        async with lock:
-            if key not in self._known:
-                estimate = await self._judge.complexity(source, function, generator)
-                self._known.add(key, estimate)
-        return self._known[key]
+        plain = without_claims(source)
+        key = self._estimates.key(plain, function, generator)
+        if key not in self._estimates:
+            self._estimates.add(key, await self._judge.complexity(plain, function, generator))
+        return self._estimates[key]
 
 
 async def _nothing() -> None:
