@@ -173,7 +173,7 @@ def over_seeds(seeds: list[list[Course]]) -> list[Course]:
 
 
 def draw(seeds: list[list[Course]], path: Path) -> None:
-    """Pass rate and optimal share over the steps of both stages, one after the other; several seeds: thin lines and their mean."""
+    """Pass rate and optimal share over the steps of both stages in a row; several seeds: thin lines and their mean."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -73,6 +73,11 @@ def check_reward(config: RewardConfig) -> None:
     for name, term in config.terms.items():
         target = find(term.kind, f"reward.terms.{name}")
         method_of(target, f"reward.terms.{name}")
+        if term.kind in ("pass_rate", "gated_complexity") and term.weight <= 0:
+            raise ConfigError(
+                f"reward.terms.{name}.weight={term.weight} must be more than 0: a program that fails a test must not score as "
+                "high as one that passes all"
+            )
         settings_of(target, term.settings, f"reward.terms.{name}")
 
 
