@@ -3,8 +3,9 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-rl demo-rl-seeds test test-serve lint verify verify-conversion verify-swap test-256k \
-	bench-train bench-rl bench-engine bench-data bench-kernels mutate-kernels gpu-check
+.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
+	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
+	bench-complexity bench-data bench-kernels mutate-kernels gpu-check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +21,15 @@ demo-rl: setup  ## a small model, two reward models and both RL stages on the CP
 
 demo-rl-seeds: setup  ## the same over three seeds, with the standard error over them
 	$(PY) tools/demo_rl.py --seeds 3
+
+demo-code: setup  ## a small model learns from the sandbox: first to pass tests, then to be fast; 20 minutes
+	$(PY) tools/demo_code.py $(if $(SEED),--seed $(SEED))
+
+demo-code-seeds: setup  ## the same over three seeds, with the standard error over them
+	$(PY) tools/demo_code.py --seeds 3
+
+demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen
+	$(PY) tools/demo_complexity_judge.py
 
 test: setup  ## all tests that need no GPU; prints what was skipped and why
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
@@ -37,6 +47,9 @@ verify: setup  ## every topology against one process; JSON= writes the table to 
 verify-swap: setup  ## pair-wise reward models with and without swap consistency, DATA= preference pairs; 10 minutes
 	OMP_NUM_THREADS=1 $(PY) tools/verify_swap.py --data $(DATA)
 
+verify-judge: setup  ## HumanEval and MBPP solutions through the judge, whole and with one operator changed; DATA= their folder
+	OMP_NUM_THREADS=1 $(PY) tools/verify_judge.py --data $(DATA)
+
 test-256k: setup  ## one real step at 262144 tokens on four ranks; minutes
 	OMP_NUM_THREADS=1 $(PY) tools/verify_256k.py
 
@@ -48,6 +61,12 @@ bench-rl: setup  ## seconds per GRPO step beside TRL's GRPOTrainer
 
 bench-engine: setup  ## rollout tokens per second beside transformers, and weight sync beside a raw exchange
 	$(PY) tools/bench_engine.py
+
+bench-judge: setup  ## tests per second in full isolation, beside one bubblewrap per test; PEER= a clone of LiveCodeBench
+	OMP_NUM_THREADS=1 $(PY) tools/bench_judge.py $(if $(PEER),--peer $(PEER))
+
+bench-complexity: setup  ## how often the empirical time complexity is right, beside a busy core
+	OMP_NUM_THREADS=1 $(PY) tools/bench_complexity.py
 
 bench-data: setup  ## packing, and tokenising beside datasets.map
 	OMP_NUM_THREADS=1 $(PY) tools/bench_data.py
