@@ -1,0 +1,38 @@
+"""What runs beside a program inside its sandbox, as source text, and what a program leaves behind, as words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_nb.sandbox.execution import Execution
+
+FUTURE = "from __future__ import annotations\n"
+
+
+def _source(*names: str, start: str) -> str:
+    """One program of these files of ours: their imports of each other go, for they all are in it."""
+    lines = [FUTURE]
+    for name in names:
+        text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        lines += [line for line in text.splitlines(True) if line != FUTURE and not line.startswith("from megatron_nb.")]
+    return "".join([*lines, start, "\n"])
+
+
+CALL = _source("harness_wire", "harness_program", start="call_once()")  # one call of a function
+SERVE = _source("harness_wire", "harness_program", "harness_peer", start="serve_program()")  # any calls, over a session
+ASSERT = _source("harness_wire", "harness_program", "harness_peer", "harness_assertions", start="run_assertions()")
+CHECK = _source("harness_wire", "harness_program", "harness_checker", start="run_checker()")
+
+
+def last_words(execution: Execution) -> str:
+    """Why a run did not end well: the limit, the signal, the last line of stderr."""
+    lines = [line for line in execution.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    if execution.status == "compile error":
+        words = next((line for line in lines if "rror" in line), lines[-1] if lines else "")
+    elif execution.status == "runtime error":
+        code = execution.exit_code
+        ended = "" if code is None else f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        words = f"{ended}: {lines[-1]}" if lines and ended else ended or (lines[-1] if lines else "")
+    else:
+        words = ""
+    return " ".join(word for word in (execution.detail, words.strip()[:300]) if word)
