@@ -35,6 +35,7 @@ FRAMES = (
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHARES = {"optimal": 0.25, "slow": 0.3, "wrong": 0.35, "malformed": 0.1}  # of the answers to learn from
+KINDS = ("optimal", "slow", "wrong")  # of programs
 TESTS = 6  # of a problem
 
 
@@ -72,7 +73,7 @@ def problems() -> tuple[Problem, ...]:
     """All problems of the file."""
     read, found = tomllib.loads(PROBLEMS.read_text()), []
     for name, told in read.items():
-        programs = {kind: tuple(told[kind].strip().split("\n\n")) for kind in ("optimal", "slow", "wrong")}
+        programs = {kind: tuple(told[kind].strip().split("\n\n")) for kind in KINDS}
         found.append(Problem(
             name, told["best"], tuple(told["args"]), tuple(told["phrasings"]), **programs, generator=told["generator"],
             draw=DRAWS[told["draw"]],

@@ -1,4 +1,4 @@
-"""Rewards of programs: form, share of tests, the gated time part, its invariant, and that a judge that fails gives no number."""
+"""Rewards of programs: form, share of tests, the gated time part, its invariant; and a judge that fails gives no number."""
 
 import asyncio
 from dataclasses import dataclass, field
