@@ -67,10 +67,9 @@ def test_programs_are_rewarded_by_tests_and_class_in_the_sandbox(ranks, tmp_path
     assert row["reward_part/code/pass_rate"] == pytest.approx(2 / 3)
 
 
-def test_a_judge_killed_in_the_middle_of_a_batch_makes_rollouts_invalid_and_the_step_completes(ranks, tmp_path, words, isolation):
-    service = subprocess.Popen(
-        [sys.executable, "-m", "megatron_nb.sandbox", "serve", "--port", "0", "--workers", "1"], stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+def test_a_judge_killed_amid_a_batch_makes_rollouts_invalid_and_the_step_completes(ranks, tmp_path, words, isolation):
+    command = [sys.executable, "-m", "megatron_nb.sandbox", "serve", "--port", "0", "--workers", "1"]
+    service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = next(found[0] for line in service.stderr if (found := re.findall(r"http://[\w.:]+", line)))
         settings = [f"victim={service.pid}", "after=4", f"judge.urls=[{url}]", "judge.retries=0"]
