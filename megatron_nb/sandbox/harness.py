@@ -30,9 +30,7 @@ def last_words(execution: Execution) -> str:
     if execution.status == "compile error":
         words = next((line for line in lines if "rror" in line), lines[-1] if lines else "")
     elif execution.status == "runtime error":
-        code = execution.exit_code
-        ended = "" if code is None else f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-        words = f"{ended}: {lines[-1]}" if lines and ended else ended or (lines[-1] if lines else "")
+        words = lines[-1] if lines else ""
     else:
         words = ""
-    return " ".join(word for word in (execution.detail, words.strip()[:300]) if word)
+    return ": ".join(word for word in (execution.detail, words.strip()[:300]) if word)

@@ -10,13 +10,15 @@ import os
 import sys
 import types
 
+from megatron_nb.sandbox.harness_wire import Opaque, decode, encode
+
 NAMES_OF = {  # what solutions written for an online judge use without importing it
     "typing": "Any Callable DefaultDict Deque Dict Generator Iterable Iterator List Literal Optional Sequence Set Tuple Union",
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
     "heapq": "heapify heappop heappush heappushpop heapreplace nlargest nsmallest",
     "bisect": "bisect_left bisect_right insort insort_left insort_right",
     "functools": "cache cmp_to_key lru_cache reduce",
-    "itertools": "accumulate chain combinations combinations_with_replacement count groupby islice pairwise permutations product",
+    "itertools": "accumulate chain combinations combinations_with_replacement groupby islice pairwise permutations product",
     "math": "ceil comb factorial floor gcd inf isqrt lcm log log2 pi sqrt",
     "string": "ascii_letters ascii_lowercase ascii_uppercase digits",
 }
@@ -27,6 +29,7 @@ MODULES = {*NAMES_OF, "copy", "datetime", "json", "operator", "random", "re", "s
 
 def channel() -> tuple[int, int]:
     """Moves stdin and stdout to descriptors of their own; the program's are then /dev/null."""
+    sys.set_int_max_str_digits(0)
     get, put = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -78,7 +81,6 @@ def find(module: types.ModuleType, name: str) -> object:
 
 def call_once() -> None:
     """Reads {"program", "call", "args"}; writes {"value": ...} or {"refused": what the compiler says}, and ends at once."""
-    sys.set_int_max_str_digits(0)
     get, put = channel()
     with os.fdopen(get, "rb") as stdin:
         task = decode(stdin.read())

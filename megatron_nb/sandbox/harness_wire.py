@@ -60,6 +60,8 @@ def plain(value: object, other=_opaque) -> object:
         return {"!decimal": str(value)}
     if kind is fractions.Fraction:
         return {"!fraction": [plain(value.numerator), plain(value.denominator)]}
+    if kind is deque:
+        return {"!deque": [plain(one, other) for one in value]}
     if kind is range:
         return {"!range": [value.start, value.stop, value.step]}
     if kind is datetime.datetime or kind is datetime.date or kind is datetime.time:
@@ -84,9 +86,7 @@ PARENTS = (  # of subclasses: the builtin value beneath
     (set, lambda value: set(set.__iter__(value))),
     (frozenset, lambda value: set(frozenset.__iter__(value))),
     (bytes, lambda value: bytes.__add__(value, b"")),
-    (deque, lambda value: list(deque.__iter__(value))),
 )
-
 
 
 def _hashable(values: list) -> list:
@@ -107,6 +107,7 @@ TAGS = {
     "!tuple": tuple,
     "!set": lambda values: set(_hashable(values)),
     "!frozenset": lambda values: frozenset(_hashable(values)),
+    "!deque": deque,
     "!dict": lambda pairs: dict(zip(_hashable([key for key, _ in pairs]), [value for _, value in pairs])),
     "!complex": lambda parts: complex(*parts),
     "!bytes": lambda text: text.encode("latin-1"),
