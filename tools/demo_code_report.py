@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,13 +42,15 @@ class Judged:
     unknown: np.ndarray  # [prompts] of these, those whose class is unknown
     form: np.ndarray  # [prompts] answers with the form
 
-    def measures(self, rows: np.ndarray | slice = slice(None)) -> dict[str, float]:
-        """What TOLD names, over some of the prompts."""
-        count, solved = self.answers[rows].sum(), max(self.solved[rows].sum(), 1)
+    def measures(self, weights: np.ndarray | None = None) -> dict[str, Any]:
+        """What TOLD names; weights: [resamples, prompts], how often each prompt counts, gives [resamples] of everything."""
+        values = np.stack([getattr(self, one.name) for one in fields(self)], -1)
+        sums = values.sum(0) if weights is None else weights @ values
+        answers, pass_rate, solved, optimal, unknown, form = np.moveaxis(sums, -1, 0)
+        among = np.maximum(solved, 1)
         return {
-            "pass_rate": self.pass_rate[rows].sum() / count, "solved": self.solved[rows].sum() / count,
-            "optimal_share": self.optimal[rows].sum() / solved, "unknown_share": self.unknown[rows].sum() / solved,
-            "form": self.form[rows].sum() / count,
+            "pass_rate": pass_rate / answers, "solved": solved / answers, "optimal_share": optimal / among,
+            "unknown_share": unknown / among, "form": form / answers,
         }  # fmt: skip
 
 
@@ -105,11 +108,10 @@ def evaluations(run: Path) -> list[int]:
 
 def gains(before: Judged, after: Judged) -> dict[str, Gain]:
     """The change of every measure with its standard error: both evaluations resampled by the same prompts."""
-    draw, count = np.random.default_rng(0), len(before.answers)
-    picks = [draw.integers(count, size=count) for _ in range(RESAMPLES)]
-    a, b = before.measures(), after.measures()
-    moved = [(before.measures(rows), after.measures(rows)) for rows in picks]
-    return {name: Gain(name, a[name], b[name], float(np.std([y[name] - x[name] for x, y in moved]))) for name in TOLD}
+    count = len(before.answers)
+    weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+    a, b, many_a, many_b = before.measures(), after.measures(), before.measures(weights), after.measures(weights)
+    return {name: Gain(name, float(a[name]), float(b[name]), float(np.std(many_b[name] - many_a[name]))) for name in TOLD}
 
 
 def judge_stages(folder: Path, referee: Referee) -> list[Course]:
