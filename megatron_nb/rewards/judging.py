@@ -84,7 +84,7 @@ class CodeJudge:
             _Service(Client(ClientConfig(url, api_key_env=config.token_env, timeout_s=config.attempt_s, retries=0)))
             for url in config.urls
         ]
-        self._pool: Pool | None = None
+        self._judge: Judge | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Any] = OrderedDict()
         self._asked: dict[tuple[asyncio.AbstractEventLoop, str], _Shared] = {}
@@ -99,7 +99,7 @@ class CodeJudge:
         async def judged() -> list[Verdict]:
             if self._services:
                 return await self._served("/judge", row, lambda answer: read_verdicts(answer, len(tests)))
-            return _sound(await Judge(await self._opened()).judge(program, tests, limits))
+            return _sound(await (await self._opened()).judge(program, tests, limits))
 
         key = _digest(["judge", row, dataclasses.asdict(limits), bool(self._services)])
         try:
@@ -118,7 +118,7 @@ class CodeJudge:
                 return await self._served("/complexity", {"id": "", **row}, read_estimate)
             from megatron_nb.sandbox.complexity import estimate
 
-            return await estimate(await self._opened(), source, function, generator)
+            return await estimate((await self._opened()).pool, source, function, generator)
 
         return copy.deepcopy(await self._once(_digest(["complexity", row]), measured))
 
@@ -132,10 +132,11 @@ class CodeJudge:
     def close(self) -> None:
         """End the pool; that happens at the end of the process anyway."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
+            judge, self._judge = self._judge, None
+        if judge is not None:
             atexit.unregister(self.close)
-            pool.close()
+            judge.close()
+            judge.pool.close()
 
     # ------------------------------------------------------------------ once for each question
     async def _once(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
@@ -153,15 +154,15 @@ class CodeJudge:
             self._known.popitem(last=False)
         return result
 
-    async def _opened(self) -> Pool:
-        return await asyncio.to_thread(self._open)
+    async def _opened(self) -> Judge:
+        return self._judge or await asyncio.to_thread(self._open)
 
-    def _open(self) -> Pool:
+    def _open(self) -> Judge:
         with self._lock:
-            if self._pool is None:
-                self._pool = Pool(self.config.workers, self.config.isolation)
+            if self._judge is None:
+                self._judge = Judge(Pool(self.config.workers, self.config.isolation))
                 atexit.register(self.close)
-            return self._pool
+            return self._judge
 
     # ------------------------------------------------------------------ services
     async def _served(self, path: str, row: dict[str, Any], read: Callable[[Any], T]) -> T:
@@ -171,9 +172,9 @@ class CodeJudge:
         while True:
             now = time.monotonic()
             service = min(self._services, key=lambda one: (one in broke, max(one.rest_until, now), one.under_way))
-            await asyncio.sleep(max(0.0, service.rest_until - now))
             service.under_way += 1
             try:
+                await asyncio.sleep(max(0.0, service.rest_until - now))
                 result = await service.client.post(path, row, read)
                 service.failures = 0
                 return result

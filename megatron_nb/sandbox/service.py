@@ -84,8 +84,8 @@ def serve(config: ServiceConfig, workers: int | None = None, isolation: str = "b
     from megatron_nb.sandbox.pool import Pool
     from megatron_nb.sandbox.rows import complexity_row, judge_row
 
-    with Pool(workers, isolation) as pool:
-        work = {"/judge": functools.partial(judge_row, Judge(pool)), "/complexity": functools.partial(complexity_row, pool)}
+    with Pool(workers, isolation) as pool, contextlib.closing(Judge(pool)) as judge:
+        work = {"/judge": functools.partial(judge_row, judge), "/complexity": functools.partial(complexity_row, pool)}
         asyncio.run(_until_signal(Service(config, work, pool.workers, pool.isolation)))
 
 
@@ -144,8 +144,8 @@ class Service:
         try:
             while not self._stopping and await self._exchange(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError, TimeoutError):
-            pass  # it hung up, or sent nothing for too long
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
+            pass  # it hung up, or sent nothing for too long, or this service goes down
         finally:
             self._connections.discard(task)
             writer.close()
