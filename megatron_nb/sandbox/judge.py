@@ -26,16 +26,16 @@ class Verdict:
     """What one test says of a program."""
 
     verdict: str  # one of VERDICTS
-    detail: str = ""  # the first thing wrong, shortened. Shows expected values: for logs, not for the model that is trained
     cpu_s: float = 0.0
     wall_s: float = 0.0
     peak_memory_mb: float = 0.0
+    detail: str = ""  # the first thing wrong, shortened. Shows expected values: for logs, not for the model that is trained
     isolation: str = ""
 
     @staticmethod
     def of(execution: Execution, verdict: str, detail: str = "") -> Verdict:
-        spent = execution.cpu_s, execution.wall_s, execution.peak_memory_mb, execution.isolation
-        return Verdict(verdict, detail, *spent)
+        spent = execution.cpu_s, execution.wall_s, execution.peak_memory_mb
+        return Verdict(verdict, *spent, detail, execution.isolation)
 
 
 class Judge:
@@ -73,7 +73,7 @@ class Judge:
                 await asyncio.wait([first], timeout=HEAD_START_S)
             if first and first.done() and first.result().verdict == "compile error":
                 told = first.result()
-                return [told, *(Verdict(told.verdict, told.detail, isolation=told.isolation) for _ in tests[1:])]
+                return [told, *(Verdict(told.verdict, detail=told.detail, isolation=told.isolation) for _ in tests[1:])]
             others = [group.create_task(self._one(program, test, limits)) for test in tests[1:]]
         return [task.result() for task in ([first] if first else []) + others]
 
