@@ -144,8 +144,9 @@ class Preparation:
         total = sum(1 for _, path in self.sources for file in data_files(path) for _ in raw_rows(file))
         counts, began, told = Counter(), time.monotonic(), time.monotonic()
         self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        begun = self.progress_path.exists()
         with open(self.progress_path, "a") as progress:
-            if not done:
+            if not begun:
                 progress.write(json.dumps(self.settings()) + "\n")
             async for outcome in self._outcomes(judge, done):
                 progress.write(json.dumps(asdict(outcome)) + "\n")
