@@ -24,6 +24,7 @@ from megatron_nb.rollout.engine import Completion, Request, Stop
 from megatron_nb.rollout.leader import portable
 from megatron_nb.rollout.native_attention import RolloutContext
 from megatron_nb.rollout.native_config import NativeConfig, cache_blocks, check, inference_config
+from megatron_nb.rollout.native_cpu import CpuWrapper, fits
 from megatron_nb.rollout.native_sampling import Sampler, Stream
 from megatron_nb.rollout.native_weights import WeightSync, build_rollout, rollout_groups
 
@@ -65,8 +66,9 @@ class NativeEngine:
         self._take = WeightSync(module, self._world)
         context = RolloutContext(module.config, inference_config(config, model, self.longest, groups))
         context.kernels = model.kernels
-        wrapped = GPTInferenceWrapper(module, context)
+        wrapped = (CpuWrapper if fits(model, config.tensor) else GPTInferenceWrapper)(module, context)
         wrapped.prep_model_for_inference()
+        self._packs = wrapped if isinstance(wrapped, CpuWrapper) else None
         self.sampler = Sampler(wrapped, model.vocab_size, groups.tp)
         self.core = DynamicInferenceEngine(self.sampler, context)
         InferenceMode.unset_active()
@@ -127,6 +129,8 @@ class NativeEngine:
         if self.version < 0:
             raise ValueError("the engine has no weights yet: call load_weights first")
         self.wake()
+        if self._packs:
+            self._packs.pack()
         InferenceMode.set_active()
         result, error = None, None
         try:
@@ -249,6 +253,8 @@ class NativeEngine:
     def load_weights(self, source: WeightSource, version: int) -> None:
         """Collective. Take the weights of source.modules; no cached prefix survives. Wakes."""
         self._drop_requests()
+        if self._packs:
+            self._packs.drop()
         self._take(source.modules)
         if self.core.context.is_tensor_state_allocated:
             self.core.reset()  # forgets every cached block
@@ -256,8 +262,10 @@ class NativeEngine:
         self.version = self.sampler.version = version
 
     def sleep(self) -> None:
-        """Collective. Free the cache; the weights stay."""
+        """Collective. Free the cache and the packed copy of the weights; the weights stay."""
         self._drop_requests()
+        if self._packs:
+            self._packs.drop()
         self.core.context.deallocate_inference_state_buffers()
         if self.config.cuda_graphs:
             delete_cuda_graphs()

@@ -70,19 +70,18 @@ def cpu_step(positions, written, table, bounds: list[int], lengths: list[int], b
     return CpuStep(positions, written, decoding, prefilling)
 
 
-def attention_cpu(q, k_cache, v_cache, step: CpuStep, scale: float):
-    """q [T, N, D] against caches [blocks, B, G, D] -> [T, N, D]."""
-    (_, N, D), G = q.shape, k_cache.shape[2]
-    k_flat, v_flat = (x.view(-1, G, D) for x in (k_cache, v_cache))
+def attention_cpu(q, keys, values, step: CpuStep, scale: float):
+    """q [T, N, D] against caches [slots, G, D] -> [T, N, D]."""
+    (_, N, D), G = q.shape, keys.shape[1]
     out = torch.empty_like(q)
     for rows, slots, mask in step.decoding:
         # a group's heads are its queries: keys and values are read once for all of them
         x = q.index_select(0, rows).view(-1, G, N // G, D)
-        k, v = (c.index_select(0, slots.view(-1)).view(*slots.shape, G, D).transpose(1, 2) for c in (k_flat, v_flat))
+        k, v = (c.index_select(0, slots.view(-1)).view(*slots.shape, G, D).transpose(1, 2) for c in (keys, values))
         y = F.scaled_dot_product_attention(x, k, v, attn_mask=mask, scale=scale)
         out[rows] = y.reshape(-1, N, D)
     for a, b, slots in step.prefilling:
-        k, v = (c.index_select(0, slots).transpose(0, 1)[None] for c in (k_flat, v_flat))
+        k, v = (c.index_select(0, slots).transpose(0, 1)[None] for c in (keys, values))
         x, old = q[a:b].transpose(0, 1)[None], len(slots) - (b - a)
         mask = torch.ones(b - a, len(slots), dtype=torch.bool).tril_(old) if old else None
         y = F.scaled_dot_product_attention(x, k, v, attn_mask=mask, is_causal=not old, scale=scale, enable_gqa=N != G)
@@ -100,7 +99,7 @@ class RolloutAttention(core_attention.SelfAttention):
         """q [T, 1, N, D] -> [T, 1, N, D]."""
         scale = q.shape[-1] ** -0.5
         if isinstance(block_table, CpuStep):
-            return attention_cpu(q[:, 0], k, v, block_table, scale)[:, None]
+            return attention_cpu(q[:, 0], k.flatten(0, 1), v.flatten(0, 1), block_table, scale)[:, None]
         # flash-attn takes a prefill step of one query per sequence for decoding, and fails
         if FLASH and (is_decode_only or max_seqlen_q > 1):
             return super().flash_decode_and_prefill(

@@ -58,12 +58,14 @@ def perturb(source: LiveWeights, seed: int, size: float = 0.05) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
 
 
-def bytes_alive() -> int:
-    """Of all tensors' storages in this process."""
+def bytes_alive() -> tuple[int, int]:
+    """Of all tensors' storages in this process, and of tensors in oneDNN's layout, which have none."""
     gc.collect()
-    storages = {}
+    storages, packed = {}, 0
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and thing.is_mkldnn:
+            packed += thing.numel() * thing.element_size()
+        elif isinstance(thing, torch.Tensor):
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages.values()), packed

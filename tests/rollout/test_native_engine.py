@@ -256,13 +256,15 @@ def _memory(folder):
     assert cache > 0.99 * 0.05 * 2**30 - engine.core.context.block_size_bytes
     prompts = prompts_of([20, 30])
     before = sample(engine, prompts, Sampling(5))
-    awake = bytes_alive()
+    awake, packed = bytes_alive()
+    assert packed > 0
     engine.sleep()
-    asleep = bytes_alive()
+    asleep, packed = bytes_alive()
+    assert packed == 0
     assert awake - asleep >= cache, (awake, asleep, cache)
     engine.sleep()  # again is nothing
     engine.wake()
-    assert bytes_alive() >= awake - 2**16
+    assert bytes_alive()[0] >= awake - 2**16
     assert sample(engine, prompts, Sampling(5)) == before
     engine.sleep()
     engine.load_weights(source, 3)
@@ -273,7 +275,7 @@ def _memory(folder):
     return True
 
 
-def test_sleep_frees_the_cache_and_wake_brings_it_back(ranks, tmp_path):
+def test_sleep_frees_cache_and_packed_weights_and_wake_brings_them_back(ranks, tmp_path):
     assert ranks.run(1, _memory, save_random(tmp_path, "llama")) == [True]
 
 
