@@ -23,7 +23,10 @@ LAYERS = [
     ["megatron_nb.synthesis", "megatron_nb.evals"],
     ["megatron_nb.launch"],
     ["megatron_nb.rl_config"],
-    ["megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.synthesize", "megatron_nb.evaluate"],
+    [
+        *("megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.synthesize"),
+        *("megatron_nb.synthesize_complexity", "megatron_nb.evaluate"),
+    ],
     ["megatron_nb.cascade"],
     ["tools"],
     ["tests"],
@@ -34,7 +37,7 @@ ONLY_IN = {  # package -> the parts or modules that may import it
     "omegaconf": ["megatron_nb.config"],
     "megatron.core": [
         *("megatron_nb.parallel", "megatron_nb.model", "megatron_nb.training", "megatron_nb.rollout.native"),
-        *(f"megatron_nb.rollout.native_{part}" for part in ("attention", "config", "sampling", "weights")),
+        *(f"megatron_nb.rollout.native_{part}" for part in ("attention", "config", "cpu", "sampling", "weights")),
     ],
     **dict.fromkeys(
         ["http", "urllib.request", "requests", "httpx", "aiohttp", "openai"],
