@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 
 from megatron_nb.sandbox.execution import Execution, Job, Limits
 from megatron_nb.sandbox.harness import ASSERT, SERVE, last_words
+from megatron_nb.sandbox.harness_program import OUT_OF_TIME
 from megatron_nb.sandbox.harness_wire import decode, encode
 from megatron_nb.sandbox.pool import Pool, Session
 from megatron_nb.sandbox.tests import Program, Test
@@ -40,77 +42,95 @@ class Assertions:
     async def judge(self, program: Program, test: Test, limits: Limits) -> tuple[Execution, str, str]:
         """(how the program ran, verdict, detail).
 
-        The test runs under the program's limits too: what a program returns can keep its test busy for ever, and that is the
-        program's doing. Only a test that breaks before its first call, or never calls, is itself broken: "infrastructure".
+        Both sides may use `limits.time_s` of CPU: what a program returns can keep its test busy for ever, and that is the
+        program's doing. On the clock each waits for the other, so there they have longer: a machine so busy that this is not
+        enough is "infrastructure", and so is a test that breaks before its first call or never calls.
         """
         beside = self.beside or await asyncio.to_thread(self.tests_pool)
-        side = await self.pool.session(Job(SERVE, limits=replace(limits, output_bytes=TALK_BYTES)))
+        long = replace(limits, output_bytes=TALK_BYTES, time_s=limits.deadline_s)
+        side = Side(await self.pool.session(Job(SERVE, limits=long)))
+        test_ran, told, called = None, None, False
         try:
-            await side.send(_line({"program": program.source}))
-            loaded = _read(await side.receive(FOREVER_S))
-            if loaded is None:
-                return _program_ended(await side.end())
-            if "refused" in loaded:
-                return await side.end(), "compile error", str(loaded["refused"])[:300]
-            memory = max(limits.memory_mb, TEST_MEMORY_MB)
-            test_side = await beside.session(Job(ASSERT, limits=replace(limits, output_bytes=TALK_BYTES, memory_mb=memory)))
-            try:
-                await test_side.send(_line({"code": test.code, "entry": test.entry or program.entry}))
-                told, called = await _relay(side, test_side)
-            finally:
-                test_ran = await test_side.end()
+            loaded = _loaded(await side.ask({"program": program.source, "cpu_s": limits.time_s}))
+            if loaded == {"ready": True}:
+                memory_mb = max(limits.memory_mb, TEST_MEMORY_MB)
+                job = Job(ASSERT, limits=replace(long, time_s=2 * long.time_s, memory_mb=memory_mb))
+                test_side = Side(await beside.session(job))
+                try:
+                    task = {"code": test.code, "entry": test.entry or program.entry, "cpu_s": limits.time_s}
+                    told, called = await _relay(side, test_side, task)
+                finally:
+                    test_ran = _timed(await test_side.session.end(), limits)
         finally:
-            ran = await side.end()
-        return _verdict(ran, test_ran, told, called)
+            ran = _timed(await side.session.end(), limits)
+        if "refused" in loaded:
+            return ran, "compile error", str(loaded["refused"])[:300]
+        if ran.status == "time limit" and max(ran.cpu_s, side.busy_s) < limits.time_s:
+            return ran, "infrastructure", f"the program waited for its test: it was busy for {side.busy_s:.2f} s only"
+        return ran, *_verdict(ran, test_ran, told, called)
 
 
-async def _relay(side: Session, test_side: Session) -> tuple[dict | None, bool]:
+class Side:
+    """One end of the talk, and how long it kept the other waiting."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.busy_s = session, 0.0
+
+    async def ask(self, line: bytes | dict) -> bytes | None:
+        """What it answers; None if it has ended."""
+        start = time.monotonic()
+        await self.session.send(encode(line).encode() + b"\n" if isinstance(line, dict) else line)
+        answer = await self.session.receive(FOREVER_S)
+        self.busy_s += time.monotonic() - start
+        return answer
+
+
+async def _relay(side: Side, test_side: Side, task: dict) -> tuple[dict | None, bool]:
     """Carries lines until the test's verdict; (None, was the program called) where one side ended without."""
-    called = False
-    while (line := await test_side.receive(FOREVER_S)) is not None:
+    called, answer = False, task
+    while (line := await test_side.ask(answer)) is not None:
         if line.startswith(b"!"):
             told = decode(line[1:])
             return told, told["calls"] > 0
         called |= line.startswith(b'{"ask":"call"')
-        await side.send(line)
-        answer = await side.receive(FOREVER_S)
+        answer = await side.ask(line)
         if answer is None:
             break
-        await test_side.send(answer)
     return None, called
 
 
-def _verdict(ran: Execution, test_ran: Execution, told: dict | None, called: bool) -> tuple[Execution, str, str]:
-    broken = next((one for one in (ran, test_ran) if one.status == "infrastructure"), None)
+def _verdict(ran: Execution, test_ran: Execution | None, told: dict | None, called: bool) -> tuple[str, str]:
+    broken = next((one for one in (ran, test_ran) if one and one.status == "infrastructure"), None)
     if broken:
-        return ran, "infrastructure", last_words(broken)
-    if told is None and (ran.status != "ok" or test_ran.status == "ok"):
-        return _program_ended(ran)
+        return "infrastructure", last_words(broken)
+    if ran.status == "time limit":
+        return ran.status, last_words(ran)
+    if told is None and (test_ran is None or ran.status != "ok" or test_ran.status == "ok"):
+        if ran.status != "ok":
+            return ran.status, last_words(ran)
+        return "runtime error", f"the program ended (exit code {ran.exit_code}) before it answered"
     if told is None:
         kind, detail = test_ran.status, f"in the test's code: {last_words(test_ran)}"
     else:
         kind, detail = told["verdict"], told["detail"]
     if kind == "broken" or not called and kind != "raised":
-        return ran, "infrastructure", f"the test is broken: {detail or 'it never called the program'}"
+        return "infrastructure", f"the test is broken: {detail or 'it never called the program'}"
     if told is None:
-        return ran, "wrong answer" if kind == "runtime error" else kind, detail
-    return ran, VERDICT_OF[kind], detail
+        return "wrong answer" if kind == "runtime error" else kind, detail
+    return VERDICT_OF[kind], detail
 
 
-def _program_ended(ran: Execution) -> tuple[Execution, str, str]:
-    if ran.status != "ok":
-        return ran, ran.status, last_words(ran)
-    return ran, "runtime error", f"the program ended (exit code {ran.exit_code}) before it answered"
+def _timed(ran: Execution, limits: Limits) -> Execution:
+    """The same under the limit on CPU time, which the sandbox was told to be longer."""
+    if ran.status in ("ok", "runtime error") and (ran.cpu_s > limits.time_s or ran.exit_code == OUT_OF_TIME):
+        return replace(ran, status="time limit", detail=f"{limits.time_s:g} s of CPU", stderr=b"")
+    return ran
 
 
-def _line(value: object) -> bytes:
-    return encode(value).encode() + b"\n"
-
-
-def _read(line: bytes | None) -> dict | None:
-    """What the program's side says once loaded; None for anything else, as if it had ended."""
+def _loaded(line: bytes | None) -> dict:
+    """What the program's side says once loaded; empty for anything else, as if it had ended."""
     try:
         found = decode(line or b"null")
     except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ import os
 import sys
 
 from megatron_nb.sandbox.harness_peer import Ended, Peer, Remote, Unsendable
-from megatron_nb.sandbox.harness_program import channel, write_all
+from megatron_nb.sandbox.harness_program import channel, end_after, write_all
 from megatron_nb.sandbox.harness_wire import decode, encode
 
 
@@ -67,10 +67,12 @@ def modules_in(tree: ast.Module) -> set[str]:
 
 
 def run_assertions() -> None:
-    """Reads {"code", "entry"}; relays calls; last writes "!" and {"verdict", "detail", "calls"} on a line."""
+    """Reads {"code", "entry", "cpu_s"}; relays calls; last writes "!" and {"verdict", "detail", "calls"} on a line."""
     get, put = channel()
     peer = Peer(get, put)
-    told = judge(peer, decode(peer.lines.readline()))
+    task = decode(peer.lines.readline())
+    end_after(task["cpu_s"])
+    told = judge(peer, task)
     write_all(put, "!" + encode({**told, "calls": peer.calls}))
     os._exit(0)
 

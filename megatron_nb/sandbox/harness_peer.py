@@ -12,7 +12,7 @@ import operator
 import os
 import types
 
-from megatron_nb.sandbox.harness_program import channel, find, load, write_all
+from megatron_nb.sandbox.harness_program import channel, end_after, find, load, write_all
 from megatron_nb.sandbox.harness_wire import decode, encode, untag
 
 OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "and_", "or_", "xor")
@@ -186,10 +186,12 @@ class Peer:
 
 
 def serve_program() -> None:
-    """Reads {"program"}; writes {"ready"} or {"refused"}; then answers calls until its stdin ends."""
+    """Reads {"program", "cpu_s"}; writes {"ready"} or {"refused"}; then answers calls until its stdin ends."""
     get, put = channel()
     peer = Peer(get, put)
-    module = load(decode(peer.lines.readline())["program"])
+    task = decode(peer.lines.readline())
+    end_after(task["cpu_s"])
+    module = load(task["program"])
     if isinstance(module, str):
         write_all(put, encode({"refused": module}))
         os._exit(0)
