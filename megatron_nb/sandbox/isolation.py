@@ -1,13 +1,24 @@
-"""The walls around a program: which parts of the system it sees, through bubblewrap."""
+"""The walls around a worker: a user namespace, and through bubblewrap everything else of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_nb.sandbox.execution import Limits
+from megatron_nb.sandbox.seccomp import program
 
 REMEDY = "install bubblewrap (apt-get install bubblewrap), allow user namespaces or run as root, or ask for isolation='none'"
+SERVER = Path(__file__).with_name("forkserver.py")
+PAYLOAD_USER = 65534  # as in forkserver.py
+START_S = 60.0  # a machine with every core taken starts an interpreter this slowly at worst
 
 
 class IsolationMissing(RuntimeError):
@@ -15,28 +26,115 @@ class IsolationMissing(RuntimeError):
 
 
 def interpreter() -> str:
-    """The real interpreter behind a virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable) or sys.executable)
+    """The real interpreter behind a virtual environment or a shim."""
+    base = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return os.path.realpath(base if base.exists() else getattr(sys, "_base_executable", sys.executable))
 
 
 def walls() -> list[str]:
-    """Arguments of bubblewrap: no network, own process table, the system read-only, an empty /tmp."""
-    prefix = os.path.realpath(sys.base_prefix)
-    command = ["bwrap", "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    command += ["--uid", "65534", "--gid", "65534", "--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "lib", "lib64"):
-        command += ["--symlink", f"usr/{name}", f"/{name}"]
-    if not prefix.startswith("/usr"):
+    """bubblewrap's arguments: what of the system is visible, all of it read-only; no network, own process table."""
+    command = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command += ["--die-with-parent", "--new-session", "--as-pid-1", "--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "lib", "lib64", "lib32"):  # links into /usr on most systems, folders on some
+        if os.path.islink(f"/{name}"):
+            command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+        else:
+            command += ["--ro-bind-try", f"/{name}", f"/{name}"]
+    command += ["--perms", "0755", "--dir", "/etc"]
+    for file in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
+        command += ["--ro-bind-try", file, file]
+    prefixes = {os.path.realpath(sys.base_prefix), os.path.dirname(os.path.dirname(interpreter()))}
+    for prefix in sorted(prefix for prefix in prefixes if not prefix.startswith("/usr")):
+        for parent in list(Path(prefix).parents)[-2::-1]:  # bubblewrap would make them for its own user only
+            command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", prefix, prefix]
-    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(64 << 20), "--tmpfs", "/tmp"]
-    return command + ["--chdir", "/tmp", "--remount-ro", "/"]
+    command += ["--perms", "0755", "--dir", "/dev"]
+    for device in ("null", "zero", "full", "random", "urandom"):
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for link, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        command += ["--symlink", f"/proc/self/fd{target}", f"/dev/{link}"]
+    return [*command, "--proc", "/proc", "--dir", "/tmp", "--ro-bind", str(SERVER), "/forkserver.py", "--remount-ro", "/"]
 
 
-def check() -> None:
-    """Raise IsolationMissing unless bubblewrap can start a program here."""
-    if shutil.which("bwrap") is None:
-        raise IsolationMissing(f"bwrap is not on PATH: programs cannot be isolated; {REMEDY}")
-    probe = subprocess.run([*walls(), "--", "/usr/bin/true"], capture_output=True, env={"PATH": os.environ["PATH"]})
-    if probe.returncode:
-        cause = probe.stderr.decode(errors="replace").strip()
-        raise IsolationMissing(f"bwrap failed with code {probe.returncode}: {cause}; {REMEDY}")
+class Server:
+    """A running fork-server: its process, and the two sockets to it."""
+
+    def __init__(self, isolation: str):
+        """Start it. Raises IsolationMissing with what bubblewrap or the server said when it does not come up."""
+        self.jobs, jobs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # names the sender in our process table
+        self.complaints = os.memfd_create("stderr")
+        self.isolated = isolation == "bubblewrap"
+        self.two_users = self.isolated and os.geteuid() == 0
+        started: list[int] = []
+        try:
+            self._start(jobs, control, started)
+            defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
+            walls = {"isolated": self.isolated, "two_users": self.two_users, "filter": program().hex() if self.isolated else ""}
+            self.control.send(json.dumps(walls | defaults).encode())
+            self.control.settimeout(START_S)
+            if self.control.recv(64) != b"s":
+                raise OSError("the server ended before it was ready")
+            self.control.settimeout(None)
+        except (OSError, ValueError) as error:
+            self.kill()
+            raise IsolationMissing(f"{error}: {self.said() or 'no message'}; {REMEDY}") from error
+        finally:
+            for descriptor in (jobs.detach(), control.detach(), *started):
+                os.close(descriptor)
+
+    def _start(self, jobs: socket.socket, control: socket.socket, opened: list[int]) -> None:
+        self.process = None
+        fds = [str(jobs.fileno()), str(control.fileno())]
+        python = [interpreter(), "-I", "-B", "-X", "utf8"]
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self.complaints, "env": {}}
+        if not self.isolated:
+            kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH")}
+            options |= {"env": kept, "pass_fds": [int(fd) for fd in fds], "start_new_session": True}
+            self.process = subprocess.Popen([*python, str(SERVER), *fds], **options)
+            return
+        tool = shutil.which("bwrap")
+        if tool is None:
+            raise OSError("bwrap is not on PATH, programs cannot be isolated")
+        command, passed = [tool, *walls()], [int(fd) for fd in fds]
+        if self.two_users:  # the program's user differs from the server's; only root may map two
+            info_read, info_write = os.pipe()
+            block_read, block_write = os.pipe()
+            opened += [info_read, info_write, block_read, block_write]
+            command += ["--info-fd", str(info_write), "--userns-block-fd", str(block_read)]
+            passed += [info_write, block_read]
+        else:
+            command += ["--uid", "0", "--gid", "0", "--cap-add", "ALL"]
+        self.process = subprocess.Popen([*command, "--", *python, "/forkserver.py", *fds], pass_fds=passed, **options)
+        if self.two_users:
+            os.close(info_write)
+            opened.remove(info_write)
+            text = os.read(info_read, 4096)
+            while text and b"}" not in text:
+                more = os.read(info_read, 4096)
+                text = text + more if more else b""
+            if not text:
+                raise OSError("bwrap failed")
+            pid = json.loads(text)["child-pid"]
+            for kind in ("uid_map", "gid_map"):
+                Path(f"/proc/{pid}/{kind}").write_text(f"0 0 1\n{PAYLOAD_USER} {PAYLOAD_USER} 1\n")
+            os.write(block_write, b"x")
+
+    def said(self) -> str:
+        """The end of what it wrote to stderr."""
+        size = os.fstat(self.complaints).st_size
+        return os.pread(self.complaints, 2000, max(0, size - 2000)).decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """End it with everything in it, and wait until it is gone."""
+        if self.process is not None:
+            with suppress(OSError):
+                self.process.kill()
+            self.process.wait()
+        for end in (self.jobs, self.control):
+            end.close()
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self.complaints)

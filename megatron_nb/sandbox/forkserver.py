@@ -1,0 +1,290 @@
+"""The server inside the isolation: a clean fork of a warm interpreter for every program.
+
+Run as a script; imports nothing of ours.
+
+Two sockets come from outside. `jobs`: the forked child itself receives its job there, so the server never holds a program,
+its input, or anything else that a later program could find in its own memory. `control`: children say that they start,
+the server says how they ended, and is told which run to kill; its end of file ends everything.
+A child waits in its own process table (its process 1 is a fork that never does anything) and mounts before its job arrives.
+"""
+
+import atexit
+import bisect  # noqa: F401  what programs usually import, loaded once for all
+import builtins
+import collections  # noqa: F401
+import contextlib
+import copy  # noqa: F401
+import ctypes
+import datetime  # noqa: F401
+import decimal  # noqa: F401
+import fractions  # noqa: F401
+import functools  # noqa: F401
+import gc
+import heapq  # noqa: F401
+import io  # noqa: F401
+import itertools  # noqa: F401
+import json
+import linecache  # noqa: F401
+import math  # noqa: F401
+import operator  # noqa: F401
+import os
+import random  # noqa: F401
+import re  # noqa: F401
+import resource
+import select
+import shutil
+import signal
+import socket
+import statistics  # noqa: F401
+import string  # noqa: F401
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import typing  # noqa: F401
+
+NEWNS, NEWIPC, NEWPID = 0x20000, 0x8000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
+PAYLOAD_USER = 65534
+STARTED, ENDED, FAILED = b"s", b"e", b"f"
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
+
+
+def check(result: int, what: str) -> None:
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def prctl(option: int, value: int) -> None:
+    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def serve(jobs: socket.socket, control: socket.socket, config: dict) -> tuple[dict, bytes, list[int]]:
+    """Fork a child per run and report how it ended; returns only in a child, with its job."""
+    isolated, number = config["isolated"], 0
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    while True:
+        number += 1
+        folder = "/tmp" if isolated else tempfile.mkdtemp(prefix="sandbox-", dir=config["folder"])
+        first = 0
+        if isolated:
+            check(libc.unshare(NEWPID), "unshare")  # the next fork is process 1 of a new table, the one after it process 2
+            first = os.fork()
+            if not first:
+                stand()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(own)
+                return prepare(jobs, control, config, folder, number)
+            except BaseException:
+                control.send(FAILED + traceback.format_exc()[-2000:].encode())
+                os._exit(1)
+        if isolated:
+            check(libc.setns(own, NEWPID), "setns")
+        watch(control, number, child, first)
+        if not isolated:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def stand() -> None:
+    """Be process 1 of a run: hold nothing, hear nothing, take every process of the run along at the end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
+    prctl(PR_SET_DUMPABLE, 0)  # hides it from a program with the same user
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.closerange(0, 1024)
+    while True:
+        signal.pause()
+
+
+def watch(control: socket.socket, number: int, child: int, first: int) -> None:
+    """Wait for the end of a run, kill what is left of it, and report; exit when the outside is gone."""
+    exited = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(exited, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    ready = []
+    while not any(fd == exited for fd, _ in ready):
+        ready = poll.poll()
+        if any(fd == control.fileno() for fd, _ in ready):
+            order = control.recv(64)
+            if not order:
+                os.kill(first or child, signal.SIGKILL)
+                if not first:
+                    kill_orphans(child)
+                os._exit(0)
+            if struct.unpack("<Q", order)[0] == number:  # else it came too late, for a run that has ended
+                os.kill(first or child, signal.SIGKILL)
+    os.close(exited)
+    _, status, usage = os.wait4(child, 0)
+    seconds = usage.ru_utime + usage.ru_stime
+    if first:
+        os.kill(first, signal.SIGKILL)
+        _, _, rest = os.wait4(first, 0)  # returns when every process of the table is dead
+        seconds += rest.ru_utime + rest.ru_stime
+    else:
+        kill_orphans(child)
+    control.send(ENDED + struct.pack("<Qidq", number, status, seconds, usage.ru_maxrss))
+
+
+def kill_orphans(group: int) -> None:
+    """Without a process table of its own: kill the run's group and whatever came to this subreaper."""
+    while True:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            orphans = [int(pid) for pid in file.read().split()]
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+            os.wait4(pid, 0)
+        if not orphans:
+            return
+
+
+def prepare(jobs: socket.socket, control: socket.socket, config: dict, folder: str, number: int) -> tuple:
+    """In the child: build its walls, wait for its job, drop every right. Returns the job's header, source, binary's fd."""
+    isolated = config["isolated"]
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    user = f",uid={PAYLOAD_USER},gid={PAYLOAD_USER}" if config["two_users"] else ""
+    size = "size={disk_mb}m,nr_inodes={files}"
+    if isolated:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the kernel ends the program, not the server
+        check(libc.unshare(NEWNS | NEWIPC), "unshare mounts")
+        options = f"mode=0700,{size.format(**config)}{user}".encode()
+        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, options), "mount /tmp")
+        flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+        if libc.mount(b"proc", b"/proc", b"proc", flags, b"subset=pid,hidepid=2"):  # older kernels know less
+            check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "mount /proc")
+    else:
+        os.setsid()
+    header, descriptors, *_ = socket.recv_fds(jobs, 1 << 16, 5)
+    if not header:
+        os._exit(0)
+    job = json.loads(header)
+    if isolated and (job["disk_mb"], job["files"]) != (config["disk_mb"], config["files"]):
+        options = (size.format(**job) + user).encode()
+        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT, options), "remount /tmp")
+    content = os.pread(descriptors[0], sum(length for _, length in job["parts"]), 0)
+    os.chdir(folder)
+    offset = 0
+    for name, length in job["parts"]:
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        os.write(file, content[offset : offset + length])
+        os.close(file)
+        offset += length
+    job["folder"] = folder
+    for standard, descriptor in enumerate(descriptors[1:4]):
+        os.dup2(descriptor, standard)
+    for name, (soft, hard) in job["limits"].items():
+        kind = getattr(resource, name)
+        ceiling = resource.getrlimit(kind)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = (min(bound, ceiling) if bound >= 0 else ceiling for bound in (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
+    binary = descriptors[4:]
+    if binary:
+        binary = [binary[0] if binary[0] == 3 else os.dup2(binary[0], 3)]
+        os.set_inheritable(3, False)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    control.send(STARTED + struct.pack("<Qd", number, used.ru_utime + used.ru_stime))
+    jobs.detach()
+    control.detach()
+    os.closerange(4 if binary else 3, 1024)
+    if isolated:
+        drop_rights(config)
+    return job, b"" if binary else content[: job["parts"][0][1]], binary
+
+
+def drop_rights(config: dict) -> None:
+    """Become a user without capabilities who can never gain any, under the filter of system calls."""
+    if config["two_users"]:
+        os.setgroups([])
+        os.setresgid(*[PAYLOAD_USER] * 3)
+        os.setresuid(*[PAYLOAD_USER] * 3)
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    check(libc.capset(header, nothing), "capset")
+    prctl(PR_SET_DUMPABLE, 1)  # a change of user takes its own /proc/self away
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    check(libc.prctl(PR_SET_SECCOMP, 2, FILTER, 0, 0), "seccomp")
+
+
+def run_python(source: bytes, path: str) -> None:
+    """Run a program as the interpreter would run a script, and exit with its code."""
+    # utf-8 with escapes for bytes that are not, as under -X utf8
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    module = types.ModuleType("__main__")
+    module.__file__, module.__builtins__ = path, builtins
+    sys.modules["__main__"] = module
+    sys.argv = [path]
+    sys.path.insert(0, os.path.dirname(path))
+    gc.enable()
+    code = 0
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        code = report(error)
+    for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush):
+        try:
+            finish()
+        except BaseException as error:
+            code = report(error) or 120
+    try:
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def report(error: BaseException) -> int:
+    """The exit code of an exception that left the program, printed as the interpreter prints it."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    return 1
+
+
+class FilterProgram(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+
+
+jobs_socket, control_socket = (socket.socket(fileno=int(argument)) for argument in sys.argv[1:3])
+settings = json.loads(control_socket.recv(1 << 16))
+FILTER = None
+if settings["isolated"]:
+    code_bytes = bytes.fromhex(settings["filter"])
+    kept = FilterProgram(len(code_bytes) // 8, code_bytes)
+    FILTER = ctypes.byref(kept)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break
+prctl(PR_SET_CHILD_SUBREAPER, 1)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+os.environ.clear()
+gc.collect()
+gc.disable()
+gc.freeze()
+control_socket.send(STARTED)
+the_job, the_source, the_binary = serve(jobs_socket, control_socket, settings)
+if the_binary:
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_DFL)
+    os.execve(the_binary[0], ["main"], {})
+run_python(the_source, os.path.join(the_job["folder"], the_job["parts"][0][0]))

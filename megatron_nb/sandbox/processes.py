@@ -1,0 +1,63 @@
+"""What /proc says about a run's processes from outside: all there is where no control group counts them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def waited_s(pid: int) -> float | None:
+    """Seconds for which a process was ready to run and had no core; None while it is ready: the present wait is not in yet."""
+    with suppress(OSError, ValueError, IndexError):
+        if _status(pid)[0] == b"R":
+            return None
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+    return 0.0
+
+
+def descendants(root: int) -> list[int]:
+    """`root` and every process below it, dead ones that nobody waited for included."""
+    below: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError):
+                below.setdefault(int(_status(int(entry.name))[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += below.get(pid, [])
+    return found
+
+
+def spent(first: int) -> tuple[float, int]:
+    """(CPU seconds, bytes of memory) of the run whose first process is `first`.
+
+    A run is everything below the server except the server: its orphans go to the process beside the first one.
+    """
+    seconds, memory, pids = 0.0, 0, []
+    with suppress(OSError):
+        pids = descendants(int(_status(first)[1]))[1:]
+    for pid in pids:
+        with suppress(OSError):
+            seconds += sum(map(int, _status(pid)[11:15])) * TICK_S
+            memory += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * PAGE
+    return seconds, memory
+
+
+def shared_memory_counted_once(first: int) -> int:
+    """Bytes of a run's memory, shared pages divided by their users: slow, and what counts."""
+    total = 0
+    with suppress(OSError):
+        for pid in descendants(int(_status(first)[1]))[1:]:
+            with suppress(OSError):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                    total += int(line.split()[1]) << 10 if line.startswith(("Pss:", "SwapPss:")) else 0
+    return total
+
+
+def _status(pid: int) -> list[bytes]:
+    """Fields of /proc/PID/stat from the state on: 1 is the parent, 11 to 14 the CPU times with those of reaped children."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
