@@ -4,12 +4,15 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from megatron_nb import reward_model, rl, sft, synthesize
+from megatron_nb import reward_model, rl, sft, synthesize, synthesize_complexity
 from megatron_nb.config import STAGES, build, compose, to_yaml
 from megatron_nb.data.mixture import check_weights
 from megatron_nb.model.shape import ModelConfig
 
-SCHEMAS = (sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize.SynthesizeConfig)
+SCHEMAS = (
+    sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize.SynthesizeConfig,
+    synthesize_complexity.ComplexityConfig,
+)  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in STAGES.glob("*/*.yaml"))

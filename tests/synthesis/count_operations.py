@@ -43,6 +43,7 @@ def cost_of(source: str, function: str, generator: str, n: int) -> int:
         if code.co_filename != FILE:
             return sys.monitoring.DISABLE
         COUNT[0] += 1
+        return None
 
     sys.monitoring.use_tool_id(TOOL, "count")
     for event in EVENTS:
