@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+import re
 from pathlib import Path
 
 from megatron_nb.sandbox.execution import Execution
@@ -27,6 +28,17 @@ CALL = _source("harness_wire", "harness_program", start="call_once()")  # one ca
 SERVE = _source("harness_wire", "harness_program", "harness_peer", start="serve_program()")  # any calls, over a session
 ASSERT = _source("harness_wire", "harness_program", "harness_peer", "harness_assertions", start="run_assertions()")
 CHECK = _source("harness_wire", "harness_program", "harness_checker", start="run_checker()")
+
+
+REFUSED = re.compile(rb'  File ".*", line (\d+)\n(?:.*\n)*?((?:Syntax|Indentation|Tab)Error: .*)\n?')
+
+
+def refused(execution: Execution) -> str | None:
+    """What the Python compiler says of a program that it refused: such a report has no traceback, for nothing ran."""
+    found = REFUSED.fullmatch(execution.stderr) if execution.status == "runtime error" and not execution.stdout else None
+    if not found or b"Traceback" in execution.stderr:
+        return None
+    return f"{found[2].decode('utf-8', 'replace')[:300]} (line {int(found[1])})"
 
 
 def last_words(execution: Execution) -> str:

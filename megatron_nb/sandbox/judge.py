@@ -9,7 +9,7 @@ from megatron_nb.sandbox.assertions import Assertions
 from megatron_nb.sandbox.checkers import judge_by_checker
 from megatron_nb.sandbox.compare import CompareConfig, difference, value_difference
 from megatron_nb.sandbox.execution import Execution, Job, Limits
-from megatron_nb.sandbox.harness import CALL, last_words
+from megatron_nb.sandbox.harness import CALL, last_words, refused
 from megatron_nb.sandbox.harness_wire import decode, encode
 from megatron_nb.sandbox.pool import Pool
 from megatron_nb.sandbox.tests import Program, Test
@@ -84,6 +84,8 @@ class Judge:
             return await self._call(program, test, limits)
         stdin = (test.stdin or "").encode()
         execution = await self.pool.run(Job(program.source, program.language, stdin, limits))
+        if program.language == "python" and (words := refused(execution)):
+            return Verdict.of(execution, "compile error", words)
         if execution.status != "ok":
             return Verdict.of(execution, execution.status, last_words(execution))
         if test.checker:
