@@ -51,7 +51,7 @@ class Pool:
         if count < 1:
             raise ValueError(f"workers={workers} must be at least 1")
         cgroup.sweep()
-        self.isolation = isolation
+        self.isolation, self.workers = isolation, count
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._binaries: dict[str, Execution | bytes] = {}
         self._workers = [Worker(isolation) for _ in range(count)]
