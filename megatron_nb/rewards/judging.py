@@ -195,12 +195,13 @@ class CodeJudge:
                 pause = min(2 * pause, MAX_FULL_S)
                 _rest(service, pause)
                 continue
+            if service.rest_until <= time.monotonic():  # not yet told so by another question
+                service.failures += 1
+                _rest(service, min(PAUSE_S * 2 ** (service.failures - 1), MAX_PAUSE_S))
             left -= 1
             if not left:
                 urls = ", ".join(self.config.urls)
                 raise JudgeFailed(f"none of the judge services {urls} gave a verdict; last: {failure}") from failure
-            service.failures += 1
-            _rest(service, min(PAUSE_S * 2 ** (service.failures - 1), MAX_PAUSE_S))
             log.warning("judge service failed, %d attempts left: %s", left, failure)
 
 

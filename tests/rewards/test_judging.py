@@ -143,6 +143,20 @@ def test_when_no_service_answers_it_raises_and_names_them():
     assert time.monotonic() - began < 10
 
 
+def test_many_failures_at_once_are_one_failure_of_the_service():
+    with Running(Desk()) as one:
+        url = one.url
+    judge = CodeJudge(config(url, retries=0))
+
+    async def many():
+        asked = (judge.verdicts(Program(str(number)), TESTS, Limits()) for number in range(20))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert all(isinstance(found, JudgeFailed) for found in asyncio.run(many()))
+    (service,) = judge._services
+    assert service.failures == 1 and service.rest_until - time.monotonic() < 0.1
+
+
 def test_a_broken_sandbox_is_asked_for_elsewhere_and_never_told_as_a_verdict():
     broken, well = Desk("infrastructure"), Desk()
     with Running(broken) as one, Running(well) as two:
