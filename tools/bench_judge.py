@@ -78,7 +78,8 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     with Pool(arguments.workers) as pool:
-        start_ms = 1000 * seconds(lambda: asyncio.run(judged(pool, small_programs(1, "start"))))[0]
+        asyncio.run(judged(pool, small_programs(1, "start")))
+        start_ms = 1000 * (time.perf_counter() - began)
         print(f"{arguments.workers} workers, isolation {pool.isolation}")
         rates = throughput(pool, arguments)
         latency = {"start_ms": start_ms, **asyncio.run(latencies(pool, arguments.latency))}
