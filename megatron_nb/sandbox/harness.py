@@ -21,12 +21,15 @@ def _source(*names: str, start: str) -> str:
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
         lines += [line for line in text.splitlines(True) if line != FUTURE and not line.startswith("from megatron_nb.")]
     code = compile("".join([*lines, start, "\n"]), "harness", "exec", dont_inherit=True)
-    return f"exec(__import__('marshal').loads({marshal.dumps(code)!r}))\n"
+    return f"compiled = {marshal.dumps(code)!r}\nexec(__import__('marshal').loads(compiled))\n"  # tracebacks show the last
 
 
 CALL = _source("harness_wire", "harness_program", start="call_once()")  # one call of a function
 SERVE = _source("harness_wire", "harness_program", "harness_peer", start="serve_program()")  # any calls, over a session
 ASSERT = _source("harness_wire", "harness_program", "harness_peer", "harness_assertions", start="run_assertions()")
+MEASURE = _source(  # costs of a program at growing sizes
+    "harness_wire", "harness_program", "measure_child", "measure_costs", "measure_rewrite", "measure", start="main()"
+)
 CHECK = _source("harness_wire", "harness_program", "harness_checker", start="run_checker()")
 
 
