@@ -14,10 +14,10 @@ import math
 import random
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_nb.sandbox.execution import Execution, Job, Limits
+from megatron_nb.sandbox.harness import MEASURE
 from megatron_nb.sandbox.ladder import UNKNOWN, rank
 from megatron_nb.sandbox.measure_fit import FUNCTIONS, Fit, fit
 from megatron_nb.sandbox.pool import Pool
@@ -29,7 +29,7 @@ HIDDEN_POWER = 0.5  # ... and by this power of n; more of both is work that the 
 SLOPES = ((0.8, 1.12, "n"), (1.12, 1.35, "n log n"), (1.4, 1.65, "n sqrt n"), (1.75, 2.3, "n^2"), (2.6, 3.3, "n^3"))
 LEAST_S_PER_UNIT = 1e-11  # no machine does a counted operation faster: memory is copied at some tens of GB/s
 DIGITS_SHARE = 0.25  # sizes where long integers take more than this of the work are left out: humans count them as 1
-IMPORT_S = 1.0  # of CPU; more is work hidden in the import
+IMPORT_S = 0.5  # of CPU; more is work hidden in the import
 IMPORT_UNITS = 100_000  # counted while the program is imported; more is a table made ahead of the call
 OUTSIDE_FACTOR, OUTSIDE_S = 2.0, 0.06  # CPU measured outside may exceed that measured inside by this factor and this much
 
@@ -52,15 +52,18 @@ async def estimate(
     budget_s: float = 2.5,
     limits: Limits = LIMITS,
     seed: int | None = None,
+    reference: str = "",
 ) -> Estimate:
     """The class of `function` in `source` on the inputs that make(n) of `generator` gives. Never raises for what they do.
 
     function "": a program of stdin and stdout, and make(n) returns the text of stdin; reading it is part of the cost.
     budget_s: CPU seconds to spend on measuring. seed: of sizes and inputs; by default another one each time.
+    reference: source of a right solution with the same function: other answers than its own, where a case has one right
+    answer, make the result "unknown", so a program cannot be fast by being wrong on large inputs.
     """
     payload = {
-        "source": source, "function": function, "generator": generator, "budget_s": budget_s, "mode": "ladder",
-        "memory_mb": limits.memory_mb, "seed": random.getrandbits(32) if seed is None else seed,
+        "source": source, "function": function, "generator": generator, "reference": reference, "mode": "ladder",
+        "budget_s": budget_s, "memory_mb": limits.memory_mb, "seed": random.getrandbits(32) if seed is None else seed,
     }  # fmt: skip
     run = await pool.run(_job(payload, limits))
     lines = _lines(run)
@@ -77,21 +80,7 @@ async def estimate(
 
 
 def _job(payload: dict[str, Any], limits: Limits) -> Job:
-    return Job(_driver(), stdin=json.dumps(payload).encode(), limits=limits)
-
-
-def _driver(cache: list[str] = []) -> str:  # noqa: B006
-    """The source sent into the sandbox: the measuring modules, registered there under their own names."""
-    if not cache:
-        folder = Path(__file__).parent
-        text = "import sys, types\n"
-        text += "for name in ('megatron_nb', 'megatron_nb.sandbox'):\n    sys.modules[name] = types.ModuleType(name)\n"
-        for name in ("measure_costs", "measure_rewrite", "measure"):
-            full = f"megatron_nb.sandbox.{name}"
-            text += f"module = sys.modules[{full!r}] = types.ModuleType({full!r})\nmodule.__file__ = {full!r}\n"
-            text += f"exec(compile({(folder / f'{name}.py').read_text()!r}, {full!r}, 'exec'), module.__dict__)\n"
-        cache.append(text + "module.main()\n")
-    return cache[0]
+    return Job(MEASURE, stdin=json.dumps(payload).encode(), limits=limits)
 
 
 def _lines(run: Execution) -> list[dict[str, Any]]:
@@ -127,6 +116,11 @@ def assess(lines: list[dict[str, Any]]) -> Estimate:
     failed = next((e for e in ends.values() if e["why"].startswith("error") and "ended with -11" not in e["why"]), None)
     if failed:
         return unknown(f"at n={failed['n']} the program fails: {failed['why']}")
+    wrong = next((line for line in lines if "answers" in line), None)
+    if wrong:
+        return unknown(f"at n={wrong['n']} the program does not answer as the reference does")
+    if not any("spent" in line for line in lines):
+        return unknown("the measurement did not come to its end")
     load = next((line["load"] for line in lines if "load" in line), 0.0)
     if load > IMPORT_S or any(c["load_units"] > IMPORT_UNITS for c in counts):
         return unknown(f"importing the program does {max((c['load_units'] for c in counts), default=0):.0f} operations "

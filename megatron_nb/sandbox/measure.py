@@ -13,94 +13,33 @@ CPU time is what the kernel tells the parent, not what the program says. The inp
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import math
 import os
 import random
 import resource
-import select
 import signal
 import sys
 import time
+import types
+import zlib
 
+from megatron_nb.sandbox.harness_program import HOME_OF, MODULES, find, names_in
+from megatron_nb.sandbox.measure_child import Child
 from megatron_nb.sandbox.measure_costs import FILENAME, Counter
 from megatron_nb.sandbox.measure_rewrite import rewrite
 
 LARGEST = 1 << 40
 COUNT_SHARE, CPU_SHARE = 0.45, 0.4  # of the budget; the rest is for the checks from outside
 CAP_SHARE = 0.12  # of the budget, for one run
-WALL = 12  # a run may take this many times its CPU cap by the clock: cores are shared
-MAKE_CAP_S = 0.15  # CPU of making one input
+MAKE_CAP_S = 0.1  # CPU of making one input
 SMALL_UNITS = 20_000  # counts below it are the mean of several inputs
 
 
 def say(**line) -> None:
     os.write(1, (json.dumps(line) + "\n").encode())
-
-
-def entry(space: dict, function: str):
-    """The function to call: global, or a method of a class ("Solution.f", or f of class Solution)."""
-    owner, _, name = function.rpartition(".")
-    if not owner and function not in space and "Solution" in space:
-        owner = "Solution"
-    return getattr(space[owner](), name) if owner else space[name]
-
-
-class Child:
-    """The end of a fork: status "ok", "cap" (of CPU), "clock", "memory", "error: ..."; its CPU seconds; what it reported."""
-
-    def __init__(self, work, cap_s: float, memory_mb: int):
-        reader, writer = os.pipe()
-        self.cpu, self.said = 0.0, b""
-        pid = os.fork()
-        if not pid:
-            os.close(reader)
-            _be_child(work, writer, cap_s, memory_mb)
-        os.close(writer)
-        deadline = time.monotonic() + WALL * cap_s + 1.0
-        while (left := deadline - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
-            part = os.read(reader, 65536)
-            if not part:
-                break
-            self.said = (self.said + part)[:65536]
-        if left <= 0:
-            os.kill(pid, signal.SIGKILL)
-        os.close(reader)
-        while True:  # the pipe may be closed early
-            done, status, usage = os.wait4(pid, os.WNOHANG)
-            if done:
-                break
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.0005)
-        self.cpu = usage.ru_utime + usage.ru_stime
-        ended_by = os.waitstatus_to_exitcode(status)
-        self.status = "ok" if ended_by == 0 else self.said.decode(errors="replace")[:200] or f"error: ended with {ended_by}"
-        if left <= 0 or ended_by == -signal.SIGPROF:
-            self.status = "cap" if self.cpu > 0.8 * cap_s else "clock"
-
-
-def _be_child(work, writer: int, cap_s: float, memory_mb: int) -> None:
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        sys.setrecursionlimit(1_000_000)
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, cap_s)
-        said = work()
-    except MemoryError:
-        os.write(writer, b"memory")
-        os._exit(1)
-    except BaseException as error:  # SystemExit of a program that ends by exit() too
-        if not isinstance(error, SystemExit) or error.code not in (None, 0):
-            os.write(writer, f"error: {type(error).__name__}: {str(error)[:100]}".encode())
-            os._exit(1)
-        said = b"exit"
-    os.write(writer, said or b"")
-    os._exit(0)
 
 
 class Driver:
@@ -111,8 +50,14 @@ class Driver:
         self.prefix = f"_{random.Random(self.seed).getrandbits(40):x}_"
         self.plain = compile(payload["source"], FILENAME, "exec")
         self.counting = rewrite(payload["source"], self.prefix) if payload["mode"] == "ladder" else None
+        self.reference = compile(payload["reference"], FILENAME, "exec") if payload.get("reference") else None
         self.generator = {"__name__": "generator"}
         exec(compile(payload["generator"], "<generator>", "exec"), self.generator)
+
+        given = [name for name in names_in(self.plain) if name in HOME_OF]  # what judges let solutions use without import
+        self.given = {name: getattr(__import__(HOME_OF[name]), name) for name in given}
+        self.given |= {name: __import__(name) for name in names_in(self.plain) if name in MODULES}
+        self.stdin = None
 
     def make(self, n: int, repeat: int = 0):
         """The input of size n and the CPU seconds it took; TimeoutError or what the generator raises."""
@@ -124,20 +69,24 @@ class Driver:
             made = self.generator["make"](n)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if not self.function:
+            self.stdin = self.stdin or os.memfd_create("stdin")
+            os.truncate(self.stdin, 0)
+            os.pwrite(self.stdin, made.encode(), 0)
         return made, time.process_time() - began
 
     def load(self, code, operations: dict, made):
         """Import the program; what is called then. A program of stdin and stdout does all its work when it is called."""
-        space = {"__name__": "candidate" if self.function else "__main__", **operations}
+        module = types.ModuleType("candidate" if self.function else "__main__")
+        module.__dict__.update(self.given, **operations)
+        sys.modules[module.__name__] = module
         if self.function:
-            exec(code, space)
-            return lambda: entry(space, self.function)(*made)
-        aside = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
-        os.write(aside, made.encode())
-        os.lseek(aside, 0, os.SEEK_SET)
-        os.dup2(aside, 0)
+            exec(code, module.__dict__)
+            return lambda: find(module, self.function.rpartition(".")[2])(*made)
+        os.lseek(self.stdin, 0, os.SEEK_SET)
+        os.dup2(self.stdin, 0)
         sys.stdin = open(0)  # noqa: SIM115
-        return lambda: exec(code, space)
+        return lambda: exec(code, module.__dict__)
 
     def count(self, n: int, made) -> Child:
         def work():
@@ -168,6 +117,8 @@ class Driver:
         base = min(self.time(self._smallest(), run=False).cpu for _ in range(3))
         say(load=base)
         points = self.counts(spent() + COUNT_SHARE * self.budget)
+        if points and self.reference and self.function:
+            self.answers(points)
         if len(points) > 2:
             self.cpus(points, base, spent() + CPU_SHARE * self.budget)
         say(spent=spent())
@@ -179,6 +130,24 @@ class Driver:
             except Exception:  # noqa: S112
                 continue
         return [] if self.function else ""
+
+    def answers(self, points: list) -> None:
+        """Whether the program answers as the reference does, at sizes up to the largest that was counted in moderate time."""
+        cheap = [n for n, _, cpu in points if cpu < 0.3 * self.cap]
+        for n in sorted({cheap[-1], cheap[-2], cheap[len(cheap) // 2]}) if len(cheap) > 2 else []:
+            made, _ = self.make(n)
+            given = []
+            for code in (self.reference, self.plain):
+
+                def work(code=code, made=made):
+                    answer = self.load(code, {}, made)()
+                    return b"%08x" % zlib.crc32(repr((answer, made)).encode())  # made: what was changed in place
+
+                child = Child(work, 2 * self.cap, self.memory)
+                given.append(child.said if child.status == "ok" else None)
+            if given[0] and given[0] != given[1]:
+                say(answers="differ", n=n)
+                return
 
     def counts(self, until: float) -> list[tuple[int, float, float]]:
         """(n, units, CPU s of the counting run) up the ladder of sizes."""
@@ -226,7 +195,7 @@ class Driver:
                 following = 2 * start if n < start * 2 else 2 * n
             else:
                 following = n * (4 if n > 20_000 and step < 0.75 else 2)
-            why = "cap" if child.cpu * (following / n) ** (step + 0.3) > 2 * self.cap else ""
+            why = "cap" if child.cpu * (following / n) ** (step + 0.3) > 1.2 * self.cap else ""
             why = why or ("budget" if spent() > until else "generator" if make_s > MAKE_CAP_S else "")
             if why or following > LARGEST:
                 return self._end("count", why or "size", following, points)
@@ -301,6 +270,8 @@ def spent() -> float:
 
 def main() -> None:
     payload = json.loads(sys.stdin.buffer.read())
+    sys.set_int_max_str_digits(0)
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: the program cannot write into this process through /proc
     driver = Driver(payload)
     if payload["mode"] == "ladder":
         driver.ladder()

@@ -23,6 +23,7 @@ import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 FILENAME = "<candidate>"
+DRIVER = "harness"  # the file name that the modules sent into the sandbox are compiled under
 SIZED = (list, tuple, str, bytes, bytearray, dict, set, frozenset, collections.deque, range, type({}.keys()), type({}.values()),
          type({}.items()))  # fmt: skip
 UNTOUCHED = {"super", "locals", "globals", "vars", "dir", "eval", "exec", "print", "input", "isinstance", "len", "range", "ord",
@@ -131,7 +132,7 @@ class Counter:
             return
 
         def seen(code, *_):
-            if code.co_filename == FILENAME or code.co_filename == __file__:
+            if code.co_filename in (FILENAME, DRIVER):
                 return monitoring.DISABLE
             units[0] += 1
             return None
