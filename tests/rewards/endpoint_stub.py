@@ -1,4 +1,4 @@
-"""A server of chat completions and of /pooling whose answers the request's text chooses."""
+"""A server of chat completions and of /pooling whose answers the request's text (or `said`) chooses."""
 
 import json
 import threading
@@ -16,6 +16,9 @@ class Stub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: Counter[str] = Counter()  # failure -> how often
         self.bodies: list[dict] = []
+        self.said: list[str] = []  # complexities that are named, one request after the other and round again; or <failure>
+        self.under_way = self.most_at_once = 0
+        self.lock = threading.Lock()
         self.released = threading.Event()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -36,11 +39,23 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_POST(self):
+        with self.server.lock:
+            self.server.under_way += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.under_way)
+        try:
+            self._answer()
+        finally:
+            with self.server.lock:
+                self.server.under_way -= 1
+
+    def _answer(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append(body)
+        with self.server.lock:
+            self.server.bodies.append(body)
+            said = self.server.said[(len(self.server.bodies) - 1) % len(self.server.said)] if self.server.said else ""
         if self.path == "/pooling":
             return self._send(200, json.dumps({"data": [{"index": 0, "data": [float(len(body["input"][0]))]}]}))
-        text = body["messages"][0]["content"]
+        text = body["messages"][0]["content"] + said
         kind = next((kind for kind in FAILURES if f"<{kind}>" in text), "")
         self.server.asked[kind] += 1
         if kind == "hang":
@@ -54,7 +69,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(200, "")
         if kind in ("no json", "other form"):
             return self._send(200, "<html>" if kind == "no json" else '{"choices": []}')
-        reply = "I could not say." if kind == "nonsense" else "<think>Grade: 1</think>Good.\nGrade: 7"
+        good = f"Loops.\nComplexity: {said}" if said else "<think>Grade: 1</think>Good.\nGrade: 7"
+        reply = "I could not say." if kind == "nonsense" else good
         return self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}))
 
     def _send(self, status: int, text: str):
