@@ -61,6 +61,7 @@ class Group:
     def __init__(self, folders: list[Path]):
         self.folders = folders
         self.limits: tuple[int, int] | None = None
+        self.joined = True
         made = []
         try:
             for folder in folders:
@@ -72,8 +73,12 @@ class Group:
             raise
 
     def add(self, pid: int) -> None:
+        """Move a process here; `joined` turns false when the kernel refuses, and the group must not be relied on."""
         for folder in self.folders:
-            (folder / "cgroup.procs").write_text(str(pid))
+            try:
+                (folder / "cgroup.procs").write_text(str(pid))
+            except OSError:
+                self.joined = False
 
     def close(self) -> bool:
         """Remove the group; False while a process lives in it."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,17 +60,21 @@ def walls() -> list[str]:
 class Server:
     """A running fork-server: its process, and the two sockets to it."""
 
-    def __init__(self, isolation: str):
-        """Start it. Raises IsolationMissing with what bubblewrap or the server said when it does not come up."""
+    def __init__(self, isolation: str, join: Callable[[int], None] | None = None):
+        """Start it; `join` puts a process into the control group while it waits to begin.
+
+        Raises IsolationMissing with what bubblewrap or the server said when it does not come up.
+        """
         self.jobs, jobs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # names the sender in our process table
         self.complaints = os.memfd_create("stderr")
         self.isolated = isolation == "bubblewrap"
-        self.two_users = self.isolated and os.geteuid() == 0
+        self.two_users = self.isolated and os.geteuid() == 0 and _mapped(PAYLOAD_USER)
         started: list[int] = []
+        self.process = None
         try:
-            self._start(jobs, control, started)
+            self._start(jobs, control, started, join)
             defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
             walls = {"isolated": self.isolated, "two_users": self.two_users, "filter": program().hex() if self.isolated else ""}
             self.control.send(json.dumps(walls | defaults).encode())
@@ -84,8 +89,7 @@ class Server:
             for descriptor in (jobs.detach(), control.detach(), *started):
                 os.close(descriptor)
 
-    def _start(self, jobs: socket.socket, control: socket.socket, opened: list[int]) -> None:
-        self.process = None
+    def _start(self, jobs: socket.socket, control: socket.socket, opened: list[int], join) -> None:
         fds = [str(jobs.fileno()), str(control.fileno())]
         python = [interpreter(), "-I", "-B", "-X", "utf8"]
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": self.complaints, "env": {}}
@@ -97,29 +101,31 @@ class Server:
         tool = shutil.which("bwrap")
         if tool is None:
             raise OSError("bwrap is not on PATH, programs cannot be isolated")
-        command, passed = [tool, *walls()], [int(fd) for fd in fds]
+        info_read, info_write = os.pipe()
+        block_read, block_write = os.pipe()
+        opened += [info_read, info_write, block_read, block_write]
+        command, passed = [tool, *walls(), "--info-fd", str(info_write)], [*map(int, fds), info_write, block_read]
         if self.two_users:  # the program's user differs from the server's; only root may map two
-            info_read, info_write = os.pipe()
-            block_read, block_write = os.pipe()
-            opened += [info_read, info_write, block_read, block_write]
-            command += ["--info-fd", str(info_write), "--userns-block-fd", str(block_read)]
-            passed += [info_write, block_read]
+            command += ["--userns-block-fd", str(block_read)]
         else:
-            command += ["--uid", "0", "--gid", "0", "--cap-add", "ALL"]
+            command += ["--block-fd", str(block_read), "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
         self.process = subprocess.Popen([*command, "--", *python, "/forkserver.py", *fds], pass_fds=passed, **options)
-        if self.two_users:
-            os.close(info_write)
-            opened.remove(info_write)
-            text = os.read(info_read, 4096)
-            while text and b"}" not in text:
-                more = os.read(info_read, 4096)
-                text = text + more if more else b""
-            if not text:
+        opened.remove(info_write)
+        os.close(info_write)
+        text = b""
+        while b"}" not in text:
+            more = os.read(info_read, 4096)
+            if not more:
                 raise OSError("bwrap failed")
-            pid = json.loads(text)["child-pid"]
+            text += more
+        pid = json.loads(text)["child-pid"]
+        if join:
+            join(self.process.pid)
+            join(pid)
+        if self.two_users:
             for kind in ("uid_map", "gid_map"):
                 Path(f"/proc/{pid}/{kind}").write_text(f"0 0 1\n{PAYLOAD_USER} {PAYLOAD_USER} 1\n")
-            os.write(block_write, b"x")
+        os.write(block_write, b"x")
 
     def said(self) -> str:
         """The end of what it wrote to stderr."""
@@ -138,3 +144,10 @@ class Server:
     def close(self) -> None:
         self.kill()
         os.close(self.complaints)
+
+
+def _mapped(user: int) -> bool:
+    """Whether this process's user namespace knows a user."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)

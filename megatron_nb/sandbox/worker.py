@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
-import json
 import math
 import os
 import select
@@ -15,11 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron_nb.sandbox import cgroup, processes
+from megatron_nb.sandbox.delivery import Delivery
 from megatron_nb.sandbox.execution import Execution, Job
-from megatron_nb.sandbox.isolation import PAYLOAD_USER, IsolationMissing, Server
+from megatron_nb.sandbox.isolation import IsolationMissing, Server
 
 NUMBERS = itertools.count()
 CORES = os.cpu_count() or 1
+IDLE_PROCESSES = 3  # bubblewrap, the server, and the run's process 1, which are no program's
 TAIL = 8192  # bytes of stderr kept
 GRACE_S = 0.5  # from the order to kill a run to giving up on its worker
 LOOK_S = 0.002  # the least time between two looks
@@ -64,16 +64,16 @@ class Worker:
         """Start a fresh server. Raises IsolationMissing."""
         self.stop()
         self.number = 0
-        self.server = Server(self.isolation)
-        self.group = cgroup.create(f"{next(NUMBERS)}") if self.isolation == "bubblewrap" else None
-        if self.group:
-            try:
-                for pid in processes.descendants(self.server.process.pid):
-                    self.group.add(pid)
-                self.idle_memory, self.idle_processes = self.group.memory_bytes(), self.group.processes()
-            except OSError:
-                self.group.close()
-                self.group = None
+        group = cgroup.create(f"{next(NUMBERS)}") if self.isolation == "bubblewrap" else None
+        try:
+            self.server = Server(self.isolation, group.add if group else None)
+        finally:
+            if group and (self.server is None or not group.joined):
+                group.close()
+                group = None
+        if group:
+            self.idle_memory = group.memory_bytes()
+        self.group = group
         self.name = f"bubblewrap{'+cgroup' if self.group else ''}" if self.isolation == "bubblewrap" else "none"
 
     def stop(self) -> None:
@@ -106,90 +106,28 @@ class Worker:
         server, self.number = self.server, self.number + 1
         watch = Watch(job, self.number)
         if self.group:
-            self._limit(job)
+            self.group.limit(self.idle_memory + (job.limits.memory_mb << 20), IDLE_PROCESSES + job.limits.processes)
             watch.cpu_before, watch.kills_before = self.group.cpu_s(), self.group.kills()
             self.group.reset_peak()
             watch.memory_before = self.group.memory_bytes()
-        opened: list[int] = []
+        delivery = None
         try:
             if session:
                 session.taken(self.wake)
-            header, given, kept = self._package(job, binary, session, opened)
-            socket.send_fds(server.jobs, [header], given)
-            for descriptor in given:
-                os.close(descriptor)
-                opened.remove(descriptor)
-            ended = self._follow(watch, kept, session, opened)
+            delivery = Delivery(job, binary, session is not None, server, self.group is not None)
+            socket.send_fds(server.jobs, [delivery.header], delivery.given)
+            delivery.handed_over()
+            ended = self._follow(watch, delivery, session)
             return self._judge(watch, *ended)
         except OSError as error:
             raise Broken(f"{type(error).__name__}: {error}; {server.said()}") from error
         finally:
-            for descriptor in opened:
-                os.close(descriptor)
+            if delivery:
+                delivery.close()
 
-    def _limit(self, job: Job) -> None:
-        memory = self.idle_memory + (job.limits.memory_mb << 20)
-        self.group.limit(memory, self.idle_processes + job.limits.processes)
-
-    def _package(self, job: Job, binary: bytes, session, opened: list[int]) -> tuple[bytes, list[int], list[int]]:
-        """The message of a run, the descriptors that go with it, and those that stay: stdout, stderr, and stdin or -1."""
-
-        def holding(content: bytes) -> int:
-            descriptor = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            opened.append(descriptor)
-            _write_all(descriptor, content)
-            _seal(descriptor)
-            return descriptor
-
-        def pipe() -> tuple[int, int]:
-            ends = os.pipe2(os.O_CLOEXEC)
-            opened.extend(ends)
-            return ends
-
-        script = [] if binary else [("main.py", job.source.encode("utf-8", "surrogatepass"))]
-        parts = [*script, *job.files]
-        package = holding(b"".join(content for _, content in parts))
-        stdin, feed = pipe() if session else (holding(job.stdin), -1)
-        if session:
-            os.set_blocking(feed, False)
-        stdout, to_stdout = pipe()
-        stderr, to_stderr = pipe()
-        if self.server.two_users:
-            os.fchown(to_stdout, PAYLOAD_USER, PAYLOAD_USER)  # so that a program may open /dev/stdout
-            os.fchown(to_stderr, PAYLOAD_USER, PAYLOAD_USER)
-        given = [package, stdin, to_stdout, to_stderr]
-        if binary:
-            given.append(holding(binary))
-        header = {
-            "parts": [[name, len(content)] for name, content in parts],
-            "disk_mb": job.limits.disk_mb,
-            "files": job.limits.files,
-            "limits": self._process_limits(job, bool(binary)),
-        }
-        return json.dumps(header).encode(), given, [stdout, stderr, feed]
-
-    def _process_limits(self, job: Job, compiled: bool) -> dict[str, list[int]]:
-        """The kernel's limits per process: a second fence behind the control group, the only one without."""
-        limits, memory = job.limits, job.limits.memory_mb << 20
-        bounds = {
-            "RLIMIT_CPU": math.ceil(limits.time_s) + 1,
-            "RLIMIT_FSIZE": limits.disk_mb << 20,
-            "RLIMIT_NOFILE": 256,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_STACK": memory,
-            "RLIMIT_MEMLOCK": 1 << 16,
-        }
-        if not self.group:
-            bounds["RLIMIT_AS"] = memory + (64 << 20)
-        elif not compiled:  # what is only reserved costs nothing; a single absurd request should still fail at once
-            bounds["RLIMIT_AS"] = memory + (4 << 30)
-        if self.isolation == "bubblewrap":  # counted per user and user namespace: the server is another user, or the same
-            bounds["RLIMIT_NPROC"] = limits.processes + (0 if self.server.two_users else 4)
-        return {name: [bound, bound] for name, bound in bounds.items()}
-
-    def _follow(self, watch: Watch, kept: list[int], session, opened: list[int]) -> tuple[int, float, int]:
+    def _follow(self, watch: Watch, delivery: Delivery, session) -> tuple[int, float, int]:
         """Watch a run until the server reports its end: (wait status, CPU seconds, peak KiB of the largest process)."""
-        stdout, stderr, feed = kept
+        stdout, stderr = delivery.stdout, delivery.stderr
         server, limits = self.server, watch.job.limits
         control = server.control.fileno()
         poll = select.poll()
@@ -212,8 +150,8 @@ class Worker:
                 os.eventfd_read(self.wake)
                 if self.stopping:
                     raise Broken("the pool was closed")
-            if session and (self.wake in ready or feed in ready):
-                feed = self._feed(poll, feed, session, opened)
+            if session and (self.wake in ready or delivery.feed in ready):
+                self._feed(poll, delivery, session)
             now = time.monotonic()
             if now >= give_up and watch.verdict:
                 server.kill()  # its process table dies with it
@@ -270,28 +208,25 @@ class Worker:
                     if watch.verdict:
                         break
 
-    def _feed(self, poll, feed: int, session, opened: list[int]) -> int:
-        """Write what a session has to say; -1 once its input is closed."""
-        if feed < 0:
-            return -1
+    def _feed(self, poll, delivery: Delivery, session) -> None:
+        """Write what a session has to say; close the program's stdin once that is all."""
+        if delivery.feed < 0:
+            return
         data, over = session.pending()
         try:
-            session.sent(os.write(feed, data) if data else 0)
+            session.sent(os.write(delivery.feed, data) if data else 0)
             data, over = session.pending()
         except BlockingIOError:
             pass
         except BrokenPipeError:
             data, over = b"", True
         if data:
-            poll.register(feed, select.POLLOUT)
-            return feed
+            poll.register(delivery.feed, select.POLLOUT)
+            return
         with suppress(KeyError):
-            poll.unregister(feed)
+            poll.unregister(delivery.feed)
         if over:
-            opened.remove(feed)
-            os.close(feed)
-            return -1
-        return feed
+            delivery.close_feed()
 
     def _check(self, watch: Watch, now: float) -> float:
         """Compare a run with its limits; seconds until the next look is due."""
@@ -353,17 +288,6 @@ class Worker:
         if last.startswith(b"MemoryError") or (code == -6 and b"std::bad_alloc" in watch.stderr):
             return "memory limit", f"an allocation failed, {limits.memory_mb} MB allowed"
         return "runtime error", f"exit code {code}" if code > 0 else f"killed by signal {-code}"
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    offset = 0
-    while offset < len(content):
-        offset += os.pwrite(descriptor, content[offset:] if offset else content, offset)
-
-
-def _seal(descriptor: int) -> None:
-    """Nobody may change it any more, also not the program that reads it."""
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
 
 
 __all__ = ["Broken", "IsolationMissing", "Worker"]
