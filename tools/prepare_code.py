@@ -34,7 +34,7 @@ from rich.table import Table
 from megatron_nb.client import RequestRefused
 from megatron_nb.data.code_cleaning import CleaningConfig, clean
 from megatron_nb.data.code_problems import FORMATS, problem_row, read_problem, read_problems
-from megatron_nb.data.decontamination import Evaluations, words_of
+from megatron_nb.data.decontamination import Evaluations
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.rewards.judging import CodeJudge, JudgeConfig, JudgeFailed
 from megatron_nb.run import write_atomic
@@ -57,7 +57,7 @@ class Outcome:
     rules: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     pairs: list[dict] = field(default_factory=list)  # with evaluation texts
-    words: str = ""  # digest of its statement
+    statement: str = ""  # its digest, whatever its spaces
 
 
 def main() -> None:
@@ -207,7 +207,7 @@ class Preparation:
             raise ValueError(f"{self.progress_path} was begun with other settings: give those, or remove it to begin anew")
         done = []
         for outcome in self._done():
-            self._seen.add(outcome.words)
+            self._seen.add(outcome.statement)
             self.evaluations.remember(outcome.pairs)
             done.append((outcome.where, outcome.digest))
         log.info("going on after %d rows that are done (%s)", len(done), self.progress_path)
@@ -249,11 +249,12 @@ class Preparation:
                 raise
             outcome.rules, outcome.notes = {"bad row": 1}, [str(error)]
             return outcome
-        outcome.words = hashlib.sha256(" ".join(words_of(problem.text)).encode()).hexdigest()[:16]
-        if outcome.words in self._seen:
+        problem.name = f"{outcome.source}/{problem.name}"
+        outcome.statement = hashlib.sha256(" ".join(problem.text.split()).encode()).hexdigest()[:16]
+        if outcome.statement in self._seen:
             outcome.rules = {"statement given twice": 1}
             return outcome
-        self._seen.add(outcome.words)
+        self._seen.add(outcome.statement)
         if found := self.evaluations.overlaps(problem.text, problem.name):
             outcome.pairs = [{"id": problem.name, **asdict(one)} for one in found]
             outcome.rules = {"overlaps with an evaluation set": 1}

@@ -69,7 +69,7 @@ def written(tmp_path):
 def test_rows_are_read_decontaminated_cleaned_and_reported_by_rule(tmp_path, prepare):
     rows = [
         taco("good"),
-        taco("twice", statement=taco("good")["question"]),
+        taco("twice", statement=taco("good")["question"].replace(" ", " \n")),
         taco("seen", statement="before " + " ".join(f"hidden{n}" for n in range(13)) + " after"),
         taco("half", fails="a"),
         taco("bad", fails="ab"),
@@ -81,7 +81,7 @@ def test_rows_are_read_decontaminated_cleaned_and_reported_by_rule(tmp_path, pre
     error = prepare("--source", f"taco={train}", "--against", f"exam={evaluation}", "--bad-rows", "skip")
     assert error == ""
     rows, report = written(tmp_path)
-    assert [(row["id"], len(row["tests"])) for row in rows] == [("good", 2), ("half", 1)]
+    assert [(row["id"], len(row["tests"])) for row in rows] == [("taco/good", 2), ("taco/half", 1)]
     counts = report["sources"]["taco"]
     assert (counts["rows"], counts["kept"], counts["tests"]) == (6, 2, 3)
     assert counts["rules"] == {
@@ -90,7 +90,7 @@ def test_rows_are_read_decontaminated_cleaned_and_reported_by_rule(tmp_path, pre
     }  # fmt: skip
     assert report["decontamination"]["sets"] == {"exam": {"texts": 2, "met": 1}}
     (pair,) = report["decontamination"]["pairs"]
-    assert (pair["id"], pair["set"], pair["item"]) == ("seen", "exam", "secret") and pair["excerpt"].startswith("hidden0 ")
+    assert (pair["id"], pair["set"], pair["item"]) == ("taco/seen", "exam", "secret") and pair["excerpt"].startswith("hidden0 ")
     (bad,) = [row for row in report["rows"] if "bad row" in row["rules"]]
     assert bad["where"].endswith("train.jsonl:6") and "input_output is '{'" in bad["notes"][0]
     assert not (tmp_path / "out/code.jsonl.progress").exists()
