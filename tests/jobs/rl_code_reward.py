@@ -8,7 +8,7 @@ from megatron_nb.rewards.code import GatedComplexity, PassRate
 
 PROGRAMS = (  # by the rollout's place in its group
     "def f(x):\n    return sum(x)",
-    "def f(x):\n    t = 0\n    for a in x:\n        for b in x:\n            t += a\n    return t // max(len(x), 1)",
+    "def f(x):\n    # all of them\n    return sum(x)",
     "def f(x):\n    return len(x)",
 )
 

@@ -57,10 +57,8 @@ def test_programs_are_rewarded_by_tests_and_class_in_the_sandbox(ranks, tmp_path
         score, passes = rollout.score, rollout.index < 2
         assert score.parts["code/pass_rate"] == (1.0 if passes else 0.0)
         assert score.reward == pytest.approx(0.1 + score.parts["code/pass_rate"] + score.parts["code/time"])
-        if rollout.index == 0 and not score.parts["code/unknown"]:  # on a busy machine it may not be told
+        if passes and not score.parts["code/unknown"]:  # on a very busy machine it may not be told
             assert score.parts["code/time"] == 0.5
-        if rollout.index == 1:
-            assert score.parts["code/time"] < 0.25
         if not passes:
             assert "test 0: wrong answer" in score.reason
     (row,) = [row for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()) if row["step"] == 1]
