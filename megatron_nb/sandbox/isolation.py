@@ -83,8 +83,9 @@ class Server:
                 raise OSError("the server ended before it was ready")
             self.control.settimeout(None)
         except (OSError, ValueError) as error:
-            self.kill()
-            raise IsolationMissing(f"{error}: {self.said() or 'no message'}; {REMEDY}") from error
+            said = self.said() or "no message"
+            self.close()
+            raise IsolationMissing(f"{error}: {said}; {REMEDY}") from error
         finally:
             for descriptor in (jobs.detach(), control.detach(), *started):
                 os.close(descriptor)

@@ -137,7 +137,7 @@ def _work(worker: Worker, up: Future, tasks: queue.SimpleQueue, binaries: dict) 
     except IsolationMissing as error:
         up.set_exception(error)
     finally:
-        worker.close()
+        worker.stop()
 
 
 def _attempt(worker: Worker, job: Job, session: Session | None, binaries: dict) -> Execution:
@@ -187,9 +187,10 @@ def _close(workers: list[Worker], threads: list[threading.Thread], tasks: queue.
                 task[1].finished(Execution("infrastructure", detail="the pool was closed"))
             elif task is not None:
                 task[2].cancel()
-    for worker, _ in zip(workers, threads):
+    for worker in workers:
         worker.ask_to_stop()
         tasks.put(None)
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():
+    for worker, thread in zip(workers, threads):
+        if thread is not threading.current_thread():  # the last reference may go away in a callback of a worker's thread
             thread.join()
+            worker.close()

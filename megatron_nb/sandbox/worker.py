@@ -90,14 +90,12 @@ class Worker:
     def ask_to_stop(self) -> None:
         """From another thread: the run in progress ends as broken."""
         self.stopping = True
-        with suppress(OSError):
-            os.eventfd_write(self.wake, 1)
+        os.eventfd_write(self.wake, 1)
 
     def close(self) -> None:
+        """Once its thread is gone."""
         self.stop()
-        wake, self.wake = self.wake, -1
-        if wake >= 0:
-            os.close(wake)
+        os.close(self.wake)
 
     def run(self, job: Job, binary: bytes = b"", session=None) -> Execution:
         """Run a job to its end. Raises Broken when the sandbox fails; the worker then needs a start."""
