@@ -1,5 +1,6 @@
 """Rewards of programs for the tests of the RL job: a program stands in for what the untrained model says."""
 
+import asyncio
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -25,19 +26,24 @@ class Measured(GatedComplexity):
 
 @dataclass
 class Killing(PassRate):
-    """Kills process `victim`, the judge, when it is asked about rollout number `after`."""
+    """Kills process `victim`, the judge, when it has had `after` verdicts of it and is asked about more."""
 
     victim: int = 0
     after: int = 0
 
     def __post_init__(self):
         super().__post_init__()
-        self._asked = 0
+        self._asked = self._done = 0
 
     async def score_rollout(self, prompt, rollout):
         self._asked += 1
-        if self._asked == self.after:
+        number = self._asked
+        while number > self.after and self._done < self.after:
+            await asyncio.sleep(0.01)
+        if number == self.after + 1:
             os.kill(self.victim, signal.SIGKILL)
         # every program is another one: what was judged before is remembered
-        written = answered(rollout).text.replace("def f", f"# {self._asked}\ndef f")
-        return await super().score_rollout(prompt, replace(rollout, text=written))
+        written = answered(rollout).text.replace("def f", f"# {number}\ndef f")
+        score = await super().score_rollout(prompt, replace(rollout, text=written))
+        self._done += 1
+        return score

@@ -70,7 +70,7 @@ def test_a_judge_killed_amid_a_batch_makes_rollouts_invalid_and_the_step_complet
     service = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = next(found[0] for line in service.stderr if (found := re.findall(r"http://[\w.:]+", line)))
-        settings = [f"victim={service.pid}", "after=4", f"judge.urls=[{url}]", "judge.retries=0"]
+        settings = [f"victim={service.pid}", "after=3", f"judge.urls=[{url}]", "judge.retries=0"]
         stage = ["--config-name", "rl_code_pass_rate", "reward.terms.code.kind=tests.jobs.rl_code_reward.Killing"]
         stage += [f"+reward.terms.code.settings.{setting}" for setting in settings] + ["reward.retries=0"]
         ranks.run(1, _rl, [*stage, *words, f"runs_dir={tmp_path}", "name=run"])
