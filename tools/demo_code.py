@@ -48,9 +48,9 @@ class Size:
     rl_prompts: int = 400
     heldout_prompts: int = 200
     samples: int = 2  # answers to a held-out prompt
-    sft_steps: int = 300  # of two packs
-    rl_steps: tuple[int, int] = (20, 30)  # of the stages
-    rl_batch: int = 16  # prompts, 8 answers to each
+    sft_steps: int = 450  # of two packs
+    rl_steps: tuple[int, int] = (24, 40)  # of the stages
+    rl_batch: int = 24  # prompts, 8 answers to each
     sft_lr: float = 3e-3
     rl_lr: float = 3e-4
 
@@ -95,7 +95,7 @@ class CodeDemo(Demo):
             "--config-name", stage, *self.shape, "parallel=cpu1", "answers=short", f"init_from={self.folder}/{start}",
             f"prompts.sources.a.path={self.data}/rl.jsonl", f"prompts.heldout.a.path={self.data}/heldout.jsonl",
             f"prompts.heldout_limit={size.heldout_prompts}", f"prompts.max_tokens={PROMPT}", f"sampling.max_tokens={ANSWER}",
-            f"{form}.thinking=forbidden", *measured, f"update.pack_tokens={PACK}",
+            f"{form}.thinking=forbidden", *measured, "reward.timeout_s=1800", f"update.pack_tokens={PACK}",
             "engine.native.kv_cache_gb=0.25", "engine.native.block_size=16", "engine.native.max_concurrency=128",
             f"engine.native.max_sequence_length={PROMPT + ANSWER}", f"collect.num_prompts={size.rl_batch}",
             "collect.group_size=8", f"num_steps={steps}", f"evaluation.every={max(steps // 2, 1)}",

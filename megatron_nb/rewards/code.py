@@ -195,7 +195,7 @@ async def _nothing() -> None:
 
 
 def _formless(reason: str) -> Score:
-    return Score(0.0, parts={"format": 0.0}, reason=reason)
+    return Score(0.0, parts={"format": 0.0, "pass_rate": 0.0}, reason=reason)
 
 
 def _told(verdicts: list[Verdict], passed: int) -> str:

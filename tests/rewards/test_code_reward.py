@@ -99,7 +99,7 @@ def test_an_answer_without_its_form_earns_nothing_and_is_told_the_rule(judge, te
 def test_a_program_that_does_not_parse_has_no_form(judge):
     judge.judged = [Verdict("compile error", 0, 0, 0, "line 1: invalid syntax", "fake")] * 4
     score = score_of(fenced("def f(x:"))
-    assert (score.reward, score.parts["code/format"]) == (0.0, 0.0)
+    assert (score.reward, score.parts) == (0.0, {"code": 0.0, "code/format": 0.0, "code/pass_rate": 0.0})
     assert "does not parse: line 1" in score.reason
 
 
