@@ -38,8 +38,11 @@ FULL_S, MAX_FULL_S = 0.2, 5.0  # the same for one whose queue is full
 log = logging.getLogger(__name__)
 
 
-class JudgeFailed(RuntimeError):
-    """No verdict, for no fault of the program: sandbox or test is broken (then `verdicts` holds all), or no service answers."""
+class JudgeFailed(RequestFailed):
+    """No verdict, for no fault of the program: sandbox or test is broken (then `verdicts` holds all), or no service answers.
+
+    A RequestFailed, because everything that may help has been tried: a reward's term does not try again on top.
+    """
 
     def __init__(self, message: str, verdicts: list[Verdict] | None = None):
         super().__init__(message)
@@ -198,11 +201,11 @@ class CodeJudge:
             if service.rest_until <= time.monotonic():  # not yet told so by another question
                 service.failures += 1
                 _rest(service, min(PAUSE_S * 2 ** (service.failures - 1), MAX_PAUSE_S))
+                log.warning("judge service failed: %s", failure)
             left -= 1
             if not left:
                 urls = ", ".join(self.config.urls)
                 raise JudgeFailed(f"none of the judge services {urls} gave a verdict; last: {failure}") from failure
-            log.warning("judge service failed, %d attempts left: %s", left, failure)
 
 
 class _Shared:

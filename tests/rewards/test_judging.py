@@ -222,7 +222,7 @@ def test_a_judge_that_is_gone_makes_rollouts_invalid_and_never_zero():
     with Running(Desk()) as one:
         terms = {"tests": {"kind": f"{__name__}.Passing", "settings": {"urls": [one.url]}}}
         assert [score.reward for score in scores(terms, group_of("a", "b"))] == [1.0, 1.0]
-    found = scores(terms, group_of("a", "b"), retries=0)
+    found = scores(terms, group_of("a", "b"), retries=3)
     assert [score.reward for score in found] == [None, None] and "none of the judge services" in found[0].reason
 
 
