@@ -44,12 +44,12 @@ class Assertions:
 
         Both sides may use `limits.time_s` of CPU: what a program returns can keep its test busy for ever, and that is the
         program's doing. On the clock each waits for the other, so there they have longer: a machine so busy that this is not
-        enough is "infrastructure", and so is a test that breaks before its first call or never calls.
+        enough is "infrastructure", and so is a test that breaks before it uses the program, or never does.
         """
         beside = self.beside or await asyncio.to_thread(self.tests_pool)
         long = replace(limits, output_bytes=TALK_BYTES, time_s=limits.deadline_s)
         side = Side(await self.pool.session(Job(SERVE, limits=long)))
-        test_ran, told, called = None, None, False
+        test_ran, told, used = None, None, False
         try:
             loaded = _loaded(await side.ask({"program": program.source, "cpu_s": limits.time_s}))
             if loaded == {"ready": True}:
@@ -58,7 +58,7 @@ class Assertions:
                 test_side = Side(await beside.session(job))
                 try:
                     task = {"code": test.code, "entry": test.entry or program.entry, "cpu_s": limits.time_s}
-                    told, called = await _relay(side, test_side, task)
+                    told, used = await _relay(side, test_side, task)
                 finally:
                     test_ran = _timed(await test_side.session.end(), limits)
         finally:
@@ -67,7 +67,7 @@ class Assertions:
             return ran, "compile error", str(loaded["refused"])[:300]
         if ran.status == "time limit" and max(ran.cpu_s, side.busy_s) < limits.time_s:
             return ran, "infrastructure", f"the program waited for its test: it was busy for {side.busy_s:.2f} s only"
-        return ran, *_verdict(ran, test_ran, told, called)
+        return ran, *_verdict(ran, test_ran, told, used)
 
 
 class Side:
@@ -86,20 +86,20 @@ class Side:
 
 
 async def _relay(side: Side, test_side: Side, task: dict) -> tuple[dict | None, bool]:
-    """Carries lines until the test's verdict; (None, was the program called) where one side ended without."""
-    called, answer = False, task
+    """Carries lines until the test's verdict; (None, was the program used) where one side ended without."""
+    used, answer = False, task
     while (line := await test_side.ask(answer)) is not None:
         if line.startswith(b"!"):
             told = decode(line[1:])
-            return told, told["calls"] > 0
-        called |= line.startswith(b'{"ask":"call"')
+            return told, told["uses"] > 0
+        used |= not line.startswith(b'{"ask":"find"')
         answer = await side.ask(line)
         if answer is None:
             break
-    return None, called
+    return None, used
 
 
-def _verdict(ran: Execution, test_ran: Execution | None, told: dict | None, called: bool) -> tuple[str, str]:
+def _verdict(ran: Execution, test_ran: Execution | None, told: dict | None, used: bool) -> tuple[str, str]:
     broken = next((one for one in (ran, test_ran) if one and one.status == "infrastructure"), None)
     if broken:
         return "infrastructure", last_words(broken)
@@ -113,8 +113,8 @@ def _verdict(ran: Execution, test_ran: Execution | None, told: dict | None, call
         kind, detail = test_ran.status, f"in the test's code: {last_words(test_ran)}"
     else:
         kind, detail = told["verdict"], told["detail"]
-    if kind == "broken" or not called and kind != "raised":
-        return "infrastructure", f"the test is broken: {detail or 'it never called the program'}"
+    if kind == "broken" or not used and kind != "raised":
+        return "infrastructure", f"the test is broken: {detail or 'it never used the program'}"
     if told is None:
         return "wrong answer" if kind == "runtime error" else kind, detail
     return VERDICT_OF[kind], detail

@@ -67,13 +67,13 @@ def modules_in(tree: ast.Module) -> set[str]:
 
 
 def run_assertions() -> None:
-    """Reads {"code", "entry", "cpu_s"}; relays calls; last writes "!" and {"verdict", "detail", "calls"} on a line."""
+    """Reads {"code", "entry", "cpu_s"}; relays calls; last writes "!" and {"verdict", "detail", "uses"} on a line."""
     get, put = channel()
     peer = Peer(get, put)
     task = decode(peer.lines.readline())
     end_after(task["cpu_s"])
     told = judge(peer, task)
-    write_all(put, "!" + encode({**told, "calls": peer.calls}))
+    write_all(put, "!" + encode({**told, "uses": peer.uses}))
     os._exit(0)
 
 

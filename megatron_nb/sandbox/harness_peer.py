@@ -97,21 +97,28 @@ class Peer:
         self.objects: list[object] = []  # sent by reference
         self.errors: dict[tuple[str, ...], type] = {}  # classes of exceptions, by the names of their ancestors
         self.raised: BaseException | None = None  # the last one that came from the other side
-        self.calls = 0  # asked of the other side
+        self.uses = 0  # of the other side: all but names that turned out to be references
         self.keep_changes = False  # lists and dicts that were passed take over what the function made of them
 
     def ask(self, what: str, on: object, *args, **kwargs) -> object:
         """The other side's answer; raises what it raised there."""
-        self.calls += what == "call"
         kept = [i for i, one in enumerate(args) if type(one) in (list, dict, set)] if self.keep_changes else []
         self.send({"ask": what, "on": on, "args": list(args), "kwargs": kwargs, "kept": kept})
-        answer = self.serve()
-        for i, value in zip(kept, answer.get("kept", ())):
-            args[i].clear()
-            (args[i].extend if type(args[i]) is list else args[i].update)(value)
-        if "raise" not in answer:
-            return answer.get("value")
-        error = self.raised = self.error_class(answer["raise"])(*answer.get("args", ()))
+        try:
+            answer = self.serve()
+            self.uses += what != "find" or type(answer["value"]) is not Remote
+            for i, value in zip(kept, answer.get("kept", ())):
+                args[i].clear()
+                (args[i].extend if type(args[i]) is list else args[i].update)(value)
+            if "raise" not in answer:
+                return answer["value"]
+            kind = self.error_class(answer["raise"])
+            error = kind.__new__(kind, *answer["args"])
+        except (Ended, MemoryError):
+            raise
+        except Exception as cause:
+            error = RuntimeError(f"the program wrote into the judge's channel: {type(cause).__name__}: {cause}")
+        self.raised = error
         raise error
 
     def serve(self) -> dict:
@@ -139,7 +146,7 @@ class Peer:
             raise  # the limit speaks for itself
         except Exception as error:
             args = [one if type(one) in (str, int, float, bool) else str(one) for one in error.args]
-            return encode({"raise": self.ancestors(type(error)), "args": args})
+            return encode({"value": None, "raise": self.ancestors(type(error)), "args": args})
 
     def send(self, message: dict) -> None:
         write_all(self.put, encode(message, self.refer))

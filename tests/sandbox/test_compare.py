@@ -119,7 +119,7 @@ def test_results_are_the_same_as_values(found, expected, right):
 
 
 def test_the_place_of_a_wrong_element_is_named():
-    assert value_difference([[1, 2], {"a": [3]}], [[1, 2], {"a": [4]}], CompareConfig()) == "at [1]['a'][0]: expected 4, found 3"
+    assert value_difference([[1], {"a": [3]}], [[1], {"a": [4]}], CompareConfig()) == "at [1]['a'][0]: expected 4, found 3"
     assert "expected 2 elements" in value_difference([1], [1, 2], CompareConfig())
 
 
@@ -141,8 +141,8 @@ def test_a_wrong_setting_is_refused(bad):
     "value",
     [
         None, True, 0, -1, 10**5000, -(10**5000), 1.5, -0.0, float("inf"), 1e-320, "", "\ud800", "a\nb\u2028", b"\x00\xff",
-        bytearray(b"ab"), 2 - 3j, (), (1, (2, [3])), [[]], {1, "a", (2, 3)}, frozenset({1}), {}, {"a": {1: (2,)}}, {"!set": [1]},
-        {(1, 2): 3}, Decimal("1.50"), Fraction(-1, 3), range(3, 9, 2), deque([1, 2]), datetime.date(2020, 2, 29),
+        bytearray(b"ab"), 2 - 3j, (), (1, (2, [3])), [[]], {1, "a", (2, 3)}, frozenset({1}), {}, {"a": {1: (2,)}},
+        {"!set": [1]}, {(1, 2): 3}, Decimal("1.50"), Fraction(-1, 3), range(3, 9, 2), deque([1, 2]), datetime.date(2020, 2, 29),
         datetime.datetime(2020, 2, 29, 1, 2, 3, 4), datetime.time(1, 2), datetime.timedelta(days=-1, microseconds=1),
     ],
     ids=short,
@@ -155,7 +155,8 @@ def test_a_value_survives_the_way(value):
 @pytest.mark.parametrize(
     ("value", "arrives"),
     [
-        (Always(3), 3), (Colour.RED, 1), (Point(1, 2), (1, 2)), (Counter("aab"), {"a": 2, "b": 1}), (OrderedDict(a=1), {"a": 1}),
+        (Always(3), 3), (Colour.RED, 1), (Point(1, 2), (1, 2)), (Counter("aab"), {"a": 2, "b": 1}),
+        (OrderedDict(a=1), {"a": 1}),
         (type("Text", (str,), {"__str__": lambda self: "other"})("mine"), "mine"),
         (type("List", (list,), {"__iter__": lambda self: iter([9])})([1]), [1]),
         (type("Float", (float,), {"__float__": lambda self: 9.0})(1.5), 1.5),

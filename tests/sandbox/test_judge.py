@@ -115,7 +115,9 @@ def test_too_much_output_is_its_own_verdict(shared_judge):
 
 STACK = """
 class Empty(LookupError): pass
+number, whole = 7, int
 class Stack:
+    limit = 5
     def __init__(self): self.items = []
     def push(self, item): self.items.append(item); return self
     def pop(self):
@@ -167,9 +169,12 @@ def total(values): return sum(values)
         ("assert nowhere(1) == 2", "runtime error", "defines no function 'nowhere'"),
         ("len(add(1))", "wrong answer", "TypeError"),  # what the program returned made the test raise
         ("add(1)\nraise SystemExit(0)", "wrong answer", "SystemExit"),
-        ("assert True", "infrastructure", "never called"),
+        ("assert True", "infrastructure", "never used"),
         ("assert add(1) = 3", "infrastructure", "SyntaxError"),
         ("undefined.attribute", "runtime error", "undefined"),
+        ("assert number == 7 and whole('3') == 3", "accepted", ""),  # a value and a builtin, neither of which is called there
+        ("number(3)", "wrong answer", "not callable"),
+        ("assert Stack.limit == 5", "accepted", ""),
         ("import nowhere_at_all\nassert add(1) == 3", "infrastructure", "ModuleNotFoundError"),
         ("class Odd: pass\nassert add(Odd()) == 3", "infrastructure", "type Odd cannot be sent"),
         ("def sum(x): return 3\nassert sum(add(1)) == 3", "accepted", ""),
