@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +74,7 @@ class Server:
         self.isolated = isolation == "bubblewrap"
         self.two_users = self.isolated and os.geteuid() == 0 and _mapped(PAYLOAD_USER)
         started: list[int] = []
-        self.process = None
+        self.process, self.inner = None, -1
         try:
             self._start(jobs, control, started, join)
             defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
@@ -120,6 +122,7 @@ class Server:
                 raise OSError("bwrap failed")
             text += more
         pid = json.loads(text)["child-pid"]
+        self.inner = os.pidfd_open(pid)
         if join:
             join(self.process.pid)
             join(pid)
@@ -134,13 +137,23 @@ class Server:
         return os.pread(self.complaints, 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
     def kill(self) -> None:
-        """End it with everything in it, and wait until it is gone."""
-        if self.process is not None:
+        """End it with everything in it, and wait until all of it is gone."""
+        if self.inner >= 0:
             with suppress(OSError):
-                self.process.kill()
-            self.process.wait()
+                signal.pidfd_send_signal(self.inner, signal.SIGKILL)
+            gone = select.poll()
+            gone.register(self.inner, select.POLLIN)
+            gone.poll(10_000)  # process 1 of a table is over when all others are
+            os.close(self.inner)
+            self.inner = -1
         for end in (self.jobs, self.control):
-            end.close()
+            end.close()  # which a server without a table of its own takes as the order to clean up
+        if self.process is not None:
+            if not self.isolated:
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(2)
+            self.process.kill()
+            self.process.wait()
 
     def close(self) -> None:
         self.kill()

@@ -11,12 +11,14 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def waited_s(pid: int) -> float | None:
-    """Seconds for which a process was ready to run and had no core; None while it is ready: the present wait is not in yet."""
+    """Seconds for which a process was ready to run and had no core.
+
+    None while that cannot be told: it is ready now, and the kernel adds a wait at its end; or it is over.
+    """
     with suppress(OSError, ValueError, IndexError):
-        if _status(pid)[0] == b"R":
-            return None
-        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
-    return 0.0
+        waited = int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+        return None if _status(pid)[0] in (b"R", b"Z", b"X") else waited
+    return None
 
 
 def descendants(root: int) -> list[int]:
