@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
+.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-complexity-judge demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
 	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
 	bench-complexity bench-data bench-kernels mutate-kernels gpu-check
 
@@ -30,6 +30,9 @@ demo-code-seeds: setup  ## the same over three seeds, with the standard error ov
 
 demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen
 	$(PY) tools/demo_complexity_judge.py
+
+demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs; 5 minutes
+	$(PY) tools/demo_complexity_judge.py $(if $(SEED),--seed $(SEED))
 
 test: setup  ## all tests that need no GPU; prints what was skipped and why
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
