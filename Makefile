@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-complexity-judge demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
+.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
 	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
 	bench-complexity bench-data bench-kernels mutate-kernels gpu-check
 
@@ -28,10 +28,7 @@ demo-code: setup  ## a small model learns from the sandbox: first to pass tests,
 demo-code-seeds: setup  ## the same over three seeds, with the standard error over them
 	$(PY) tools/demo_code.py --seeds 3
 
-demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen
-	$(PY) tools/demo_complexity_judge.py
-
-demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs; 5 minutes
+demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen; 5 minutes
 	$(PY) tools/demo_complexity_judge.py $(if $(SEED),--seed $(SEED))
 
 test: setup  ## all tests that need no GPU; prints what was skipped and why
