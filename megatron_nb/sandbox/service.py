@@ -6,7 +6,7 @@
     GET  /metrics     Prometheus' text form
 
 What does not fit the queue gets 429 with Retry-After, a request beyond its deadline 504, a service that goes down 503: all
-three may be sent again, there or elsewhere. A wrong request gets another 4xx. A client that hangs up ends its runs.
+three may be sent again, there or elsewhere. A wrong request gets another 4xx. Runs of a client that hangs up leave the queue.
 """
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class Service:
         self._rows += len(rows)
         task = asyncio.create_task(self._all(path, rows))
         self._under_way.add(task)
+        task.add_done_callback(functools.partial(self._ended, len(rows)))
         end = time.monotonic() + self.config.deadline_s
         try:
             while not task.done():
@@ -226,12 +227,14 @@ class Service:
                 if time.monotonic() > end:
                     raise Answer(504, f"no answer within deadline_s={self.config.deadline_s:g}: send fewer rows")
         finally:
-            task.cancel()
-            await asyncio.wait({task})
-            self._under_way.discard(task)
-            self._rows -= len(rows)
+            task.cancel()  # a program that runs already ends at its own limits; its rows count until then
         answers = task.result()
         return answers[0] if isinstance(body, dict) else answers
+
+    def _ended(self, count: int, task: asyncio.Task) -> None:
+        self._under_way.discard(task)
+        self._rows -= count
+        task.cancelled() or task.exception()  # it may be that nobody waits for it any more
 
     async def _all(self, path: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:

@@ -179,7 +179,7 @@ def test_a_request_beyond_its_deadline_ends_and_its_runs_with_it():
         began = time.monotonic()
         status, answer, _ = running.judge(row("late"))
         assert status == 504 and "deadline_s=0.3" in answer["error"] and time.monotonic() - began < 5
-        assert gate.cancelled == ["late"] and running.service._rows == 0
+        gate.wait(lambda: gate.cancelled == ["late"] and running.service._rows == 0)
 
 
 def test_a_client_that_hangs_up_ends_its_runs():
