@@ -70,7 +70,7 @@ def _batch(asked: argparse.Namespace) -> int:
     for words in bad[:10]:
         print(f"skipped: {words}", file=sys.stderr)
     if bad:
-        print(f"skipped {len(bad)} bad row{"s" if len(bad) > 1 else ""}", file=sys.stderr)
+        print(f"skipped {len(bad)} bad row{'s' if len(bad) > 1 else ''}", file=sys.stderr)
     if done:
         print(f"{done} of {total} rows are in {asked.out} already", file=sys.stderr)
     if done == total:

@@ -49,7 +49,7 @@ class Assertions:
         beside = self.beside or await asyncio.to_thread(self.tests_pool)
         long = replace(limits, output_bytes=TALK_BYTES, time_s=limits.deadline_s)
         side = Side(await self.pool.session(Job(SERVE, limits=long)))
-        test_ran, told, used = None, None, False
+        test_side, test_ran, told, used = None, None, None, False
         try:
             loaded = _loaded(await side.ask({"program": program.source, "cpu_s": limits.time_s}))
             if loaded == {"ready": True}:
@@ -65,8 +65,9 @@ class Assertions:
             ran = _timed(await side.session.end(), limits)
         if "refused" in loaded:
             return ran, "compile error", str(loaded["refused"])[:300]
-        if ran.status == "time limit" and max(ran.cpu_s, side.busy_s) < limits.time_s:
-            return ran, "infrastructure", f"the program waited for its test: it was busy for {side.busy_s:.2f} s only"
+        waited_s = test_side.busy_s if test_side else 0.0
+        if ran.status == "time limit" and max(ran.cpu_s, ran.wall_s - waited_s) < limits.time_s:
+            return ran, "infrastructure", f"the program waited {waited_s:.1f} s of {ran.wall_s:.1f} s for its test"
         return ran, *_verdict(ran, test_ran, told, used)
 
 

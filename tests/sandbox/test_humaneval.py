@@ -7,7 +7,7 @@ import pytest
 
 from tools.verify_judge import changed, humaneval, judge_all, mbpp, mutants, whole
 
-MBPP_EXCEPTIONS = set()
+MBPP_EXCEPTIONS = {"MBPP/123"}  # takes 3.6 s of CPU, the limit is 3
 
 
 def accepted(judge, work):

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_nb.sandbox.execution import Execution, Limits
 from megatron_nb.sandbox.judge import Judge
+from megatron_nb.sandbox.pool import Pool
 from megatron_nb.sandbox.tests import Checker, Program, Test
 
 LIMITS = Limits(time_s=10.0, memory_mb=256)  # generous: other work is on the cores
@@ -275,3 +276,16 @@ def test_expected_values_never_enter_the_program_s_sandbox():
     assert len(pool.jobs) == 2
     for job in pool.jobs:
         assert "EXPECTED" not in job.source and b"EXPECTED" not in job.stdin and not job.files
+
+
+def test_one_worker_is_enough_for_assertions_however_many_wait(shared_pool):
+    with Pool(1, "none" if shared_pool.isolation == "none" else "bubblewrap") as pool:
+        judge = Judge(pool)
+        assert judged(judge, "def f(x): return x", *[Test(code="assert f(1) == 1")] * 6) == [("accepted", "")] * 6
+        judge.close()
+
+
+def test_a_program_that_waited_for_a_slow_test_is_not_late(shared_judge):
+    slow = Test(code="import time\nassert f(1) == 1\ntime.sleep(3)\nassert f(2) == 2")
+    ((verdict, detail),) = judged(shared_judge, "def f(x): return x", slow, limits=Limits(time_s=0.5, memory_mb=256))
+    assert verdict == "infrastructure" and "waited" in detail
