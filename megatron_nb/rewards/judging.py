@@ -123,7 +123,8 @@ class CodeJudge:
 
             return await estimate((await self._opened()).pool, source, function, generator)
 
-        return copy.deepcopy(await self._once(_digest(["complexity", row]), measured))
+        known = await self._once(_digest(["complexity", row]), measured, lambda found: found.complexity != "unknown")
+        return copy.deepcopy(known)
 
     async def check(self) -> None:
         """Find out now whether anything can be judged. Raises JudgeFailed, RequestRefused, IsolationMissing."""
@@ -142,8 +143,10 @@ class CodeJudge:
             judge.pool.close()
 
     # ------------------------------------------------------------------ once for each question
-    async def _once(self, key: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` gives, from memory when it has been done, together with those who ask the same just now."""
+    async def _once(
+        self, key: str, work: Callable[[], Awaitable[T]], worth: Callable[[T], bool] = lambda result: True
+    ) -> T:
+        """What `work` gives, from memory when it gave something worth it, together with those who ask the same just now."""
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
@@ -152,6 +155,8 @@ class CodeJudge:
             self._asked[place] = _Shared(asyncio.ensure_future(work()))
             self._asked[place].task.add_done_callback(lambda _: self._asked.pop(place, None))
         result = await self._asked[place].wait()
+        if not worth(result):
+            return result
         self._known[key] = result
         while len(self._known) > KEPT:
             self._known.popitem(last=False)

@@ -87,6 +87,22 @@ def test_what_was_judged_once_is_not_judged_again_here_nor_twice_at_the_same_tim
         assert len(desk.rows) == 4  # other limits and other tests are other questions
 
 
+def test_a_measured_class_is_kept_and_an_unknown_one_is_measured_again():
+    rows, classes = [], ["unknown", "n log n", "n"]
+
+    async def measure(row):
+        rows.append(row)
+        return {"id": "", "class": classes[len(rows) - 1], "confidence": 0.9, "reason": "why", "points": [[8, 100.0, 0.1]]}
+
+    with Running(Desk(), measure) as one:
+        judge = CodeJudge(config(one.url))
+        found = [asyncio.run(judge.complexity("p", "f", "g")) for _ in range(3)]
+    assert [estimate.complexity for estimate in found] == ["unknown", "n log n", "n log n"] and len(rows) == 2
+    assert {name: rows[0][name] for name in ("program", "function", "generator")} == {"program": "p", "function": "f",
+                                                                                     "generator": "g"}  # fmt: skip
+    assert (found[1].confidence, found[1].reason, found[1].points) == (0.9, "why", [(8, 100.0, 0.1)])
+
+
 def test_the_token_is_sent(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     with Running(Desk(), token_env="JUDGE_TOKEN") as one:
