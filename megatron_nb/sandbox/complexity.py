@@ -31,7 +31,7 @@ LEAST_S_PER_UNIT = 1e-11  # no machine does a counted operation faster: memory i
 DIGITS_SHARE = 0.25  # sizes where long integers take more than this of the work are left out: humans count them as 1
 IMPORT_S = 0.5  # of CPU; more is work hidden in the import
 IMPORT_UNITS = 100_000  # counted while the program is imported; more is a table made ahead of the call
-OUTSIDE_FACTOR, OUTSIDE_S = 2.0, 0.06  # CPU measured outside may exceed that measured inside by this factor and this much
+OUTSIDE_FACTOR, OUTSIDE_S = 2.5, 0.06  # CPU measured outside may exceed that measured inside by this factor and this much
 
 
 @dataclass
@@ -63,7 +63,8 @@ async def estimate(
     """
     payload = {
         "source": source, "function": function, "generator": generator, "reference": reference, "mode": "ladder",
-        "budget_s": budget_s, "memory_mb": limits.memory_mb, "seed": random.getrandbits(32) if seed is None else seed,
+        "budget_s": budget_s, "wall_s": limits.time_s, "memory_mb": limits.memory_mb,
+        "seed": random.getrandbits(32) if seed is None else seed,
     }  # fmt: skip
     run = await pool.run(_job(payload, limits))
     lines = _lines(run)
@@ -88,7 +89,7 @@ def _lines(run: Execution) -> list[dict[str, Any]]:
     for text in run.stdout.splitlines():
         try:
             line = json.loads(text)
-            numbers = [line[key] for key in ("count", "units", "digits", "s", "make", "load", "spent") if key in line]
+            numbers = [line[key] for key in ("count", "units", "digits", "noise", "s", "make", "load", "spent") if key in line]
             if isinstance(line, dict) and all(isinstance(x, (int, float)) and 0 <= x < 1e18 for x in numbers):
                 lines.append(line)
         except (ValueError, TypeError):
@@ -128,7 +129,8 @@ def assess(lines: list[dict[str, Any]]) -> Estimate:
     plain = [c for c in counts if c["digits"] <= DIGITS_SHARE * c["units"]]
     bounded = len(plain) >= 6 and len(plain) < len(counts)
     kept = plain if bounded else counts
-    found = fit([(c["count"], c["units"] + (0 if bounded else c["digits"])) for c in kept])
+    noise = statistics.median(c["noise"] for c in kept[len(kept) // 2 :]) if kept else 0.0
+    found = fit([(c["count"], c["units"] + (0 if bounded else c["digits"])) for c in kept], noise)
     if found.complexity is None:
         end = ends.get("count", {})
         return unknown(found.reason + (f" (stopped at n={end['n']}: {end['why']})" if end else ""))
@@ -137,6 +139,9 @@ def assess(lines: list[dict[str, Any]]) -> Estimate:
     problem = _jump(kept, found, ends) if not bounded else ""
     if problem:
         return unknown(problem)
+    end = ends.get("cpu", {"why": ""})
+    if end["why"] in ("cap", "clock") and found.complexity in FUNCTIONS and sum(t["s"] >= CLEAR_S for t in timed) < 3:
+        return unknown(f"at n={end['n']} the program runs far longer than while its operations were counted")
     return _beside_cpu(found, kept, timed, points)
 
 

@@ -1,6 +1,7 @@
 """The measuring driver: costs of one program at growing sizes. Runs inside the sandbox, sent there as source.
 
-Input (stdin, JSON): {"source", "function", "generator", "seed", "budget_s", "memory_mb", "mode": "ladder"|"once", "n"?}.
+Input (stdin, JSON): {"source", "function", "generator", "reference", "seed", "budget_s", "wall_s", "memory_mb",
+"mode": "ladder" | "once", "n"?}.
 Output (stdout): JSON lines, each written when it is known, so a driver that is killed leaves what it had:
     {"load": CPU s of importing the program, "load_units": its operations}
     {"count": n, "units": operations, "digits": word operations of long integers, "cpu": s}
@@ -21,6 +22,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import sys
 import time
 import types
@@ -45,7 +47,7 @@ def say(**line) -> None:
 class Driver:
     def __init__(self, payload: dict):
         self.function, self.seed, self.memory = payload["function"], payload["seed"], payload["memory_mb"] * 3 // 4
-        self.budget = payload["budget_s"]
+        self.budget, self.wall = payload["budget_s"], payload["wall_s"]
         self.cap = CAP_SHARE * self.budget
         self.prefix = f"_{random.Random(self.seed).getrandbits(40):x}_"
         self.plain = compile(payload["source"], FILENAME, "exec")
@@ -111,16 +113,14 @@ class Driver:
         return Child(work, 2 * self.cap, self.memory)
 
     def ladder(self) -> None:
-        gc.collect()
-        gc.freeze()
-        gc.disable()
         base = min(self.time(self._smallest(), run=False).cpu for _ in range(3))
         say(load=base)
-        points = self.counts(spent() + COUNT_SHARE * self.budget)
+        began = time.monotonic()
+        points = self.counts(spent() + COUNT_SHARE * self.budget, began + COUNT_SHARE * self.wall)
         if points and self.reference and self.function:
             self.answers(points)
         if len(points) > 2:
-            self.cpus(points, base, spent() + CPU_SHARE * self.budget)
+            self.cpus(points, base, spent() + CPU_SHARE * self.budget, began + (COUNT_SHARE + CPU_SHARE) * self.wall)
         say(spent=spent())
 
     def _smallest(self):
@@ -133,8 +133,11 @@ class Driver:
 
     def answers(self, points: list) -> None:
         """Whether the program answers as the reference does, at sizes up to the largest that was counted in moderate time."""
-        cheap = [n for n, _, cpu in points if cpu < 0.3 * self.cap]
-        for n in sorted({cheap[-1], cheap[-2], cheap[len(cheap) // 2]}) if len(cheap) > 2 else []:
+        tried, compared = [], 0
+        for n, _, cpu in reversed(points):
+            if compared == 2 or len(tried) == 8 or cpu > 0.3 * self.cap or (tried and n > tried[-1] / 3):
+                continue
+            tried.append(n)
             made, _ = self.make(n)
             given = []
             for code in (self.reference, self.plain):
@@ -143,13 +146,16 @@ class Driver:
                     answer = self.load(code, {}, made)()
                     return b"%08x" % zlib.crc32(repr((answer, made)).encode())  # made: what was changed in place
 
-                child = Child(work, 2 * self.cap, self.memory)
+                child = Child(work, 0.3 * self.cap, self.memory)
                 given.append(child.said if child.status == "ok" else None)
+                if given[0] is None:
+                    break
             if given[0] and given[0] != given[1]:
                 say(answers="differ", n=n)
                 return
+            compared += bool(given[0])
 
-    def counts(self, until: float) -> list[tuple[int, float, float]]:
+    def counts(self, until: float, end: float) -> list[tuple[int, float, float]]:
         """(n, units, CPU s of the counting run) up the ladder of sizes."""
         points: list[tuple[int, float, float]] = []
         start = random.Random(self.seed).randrange(8, 16)
@@ -175,14 +181,15 @@ class Driver:
                 told = [[float(x) for x in json.loads(child.said)]]
             except (ValueError, TypeError):
                 return self._end("count", "error: no count came back", n, points)
-            wanted = 1 if told[0][0] > SMALL_UNITS or make_s > 0.02 else 6 if told[0][0] < 500 and n > 10 else 3
+            wanted = 1 if told[0][0] > SMALL_UNITS or make_s > 0.02 else 10 if told[0][0] < 500 and n > 10 else 3
             while len(told) < wanted:
                 more = self.count(n, self.make(n, len(told))[0])
                 if more.status != "ok":
                     break
                 told.append([float(x) for x in json.loads(more.said)])
             units, digits, loaded = (sum(column) / len(told) for column in zip(*told))
-            say(count=n, units=units, digits=digits, load_units=loaded, cpu=child.cpu)
+            noise = statistics.pstdev(t[0] for t in told) / max(units, 1) / math.sqrt(max(len(told) - 1, 1))
+            say(count=n, units=units, digits=digits, load_units=loaded, cpu=child.cpu, noise=noise)
             points.append((n, units, child.cpu))
             step = _exponent(points)
             if n < 10:
@@ -196,7 +203,7 @@ class Driver:
             else:
                 following = n * (4 if n > 20_000 and step < 0.75 else 2)
             why = "cap" if child.cpu * (following / n) ** (step + 0.3) > 1.2 * self.cap else ""
-            why = why or ("budget" if spent() > until else "generator" if make_s > MAKE_CAP_S else "")
+            why = why or ("budget" if spent() > until or time.monotonic() > end else "generator" if make_s > MAKE_CAP_S else "")
             if why or following > LARGEST:
                 return self._end("count", why or "size", following, points)
             n = following
@@ -210,10 +217,11 @@ class Driver:
         last_n, _, cpu = points[-1]
         return cpu * (n / last_n) ** (_exponent(points) + 0.5) > 0.5 * self.cap
 
-    def cpus(self, points: list, base: float, until: float) -> None:
+    def cpus(self, points: list, base: float, until: float, end: float) -> None:
         """CPU times, from sizes where they can be told from the start of a process, up to the cap."""
         ratio = min(16.0, 3.0 ** (1 / max(_exponent(points), 0.3)))  # each about three times the cost of the last
-        n = next((n for n, _, _ in points if all(cpu > base + 0.003 for size, _, cpu in points if size >= n)), points[-3][0])
+        n = next((n for n, _, _ in points if all(cpu > base + 0.0012 for size, _, cpu in points if size >= n)), points[-3][0])
+        timed = 0
         while True:
             try:
                 made, make_s = self.make(n)
@@ -227,13 +235,19 @@ class Driver:
             best, wanted = math.inf, 4
             while wanted > 0:
                 child = self.time(made)
+                if child.status == "cap" and not timed and n > points[0][0]:
+                    n = max(points[0][0], n >> 4)  # heavier than it was while it was counted: begin lower
+                    break
                 if child.status != "ok":
                     self._end("cpu", child.status, n, points)
                     return
                 best = min(best, child.cpu)
                 wanted -= 1 if best < idle + 0.01 else 2 if best < idle + 0.1 * self.budget else 4
+            if best == math.inf:
+                continue
+            timed += 1
             say(cpu=n, s=max(best - idle, 0.0), make=make_s)
-            n, rest = max(n + 1, round(n * ratio)), until - spent()
+            n, rest = max(n + 1, round(n * ratio)), (until - spent()) * (time.monotonic() < end)
             if (best - idle) * 3 > min(2 * self.cap, rest) or rest <= 0 or n > LARGEST:
                 self._end("cpu", "budget", n, points)
                 return
@@ -273,6 +287,9 @@ def main() -> None:
     sys.set_int_max_str_digits(0)
     ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: the program cannot write into this process through /proc
     driver = Driver(payload)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     if payload["mode"] == "ladder":
         driver.ladder()
         return

@@ -20,7 +20,7 @@ class Child:
 
     def __init__(self, work, cap_s: float, memory_mb: int):
         reader, writer = os.pipe()
-        self.cpu, self.said = 0.0, b""
+        self.cpu, self.said, ended = 0.0, b"", False
         pid = os.fork()
         if not pid:
             os.close(reader)
@@ -30,9 +30,10 @@ class Child:
         while (left := deadline - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
             part = os.read(reader, 65536)
             if not part:
+                ended = True
                 break
             self.said = (self.said + part)[:65536]
-        if left <= 0:
+        if not ended:
             os.kill(pid, signal.SIGKILL)
         os.close(reader)
         while True:  # the pipe may be closed early
@@ -40,12 +41,13 @@ class Child:
             if done:
                 break
             if time.monotonic() > deadline:
+                ended = False
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.0005)
         self.cpu = usage.ru_utime + usage.ru_stime
         ended_by = os.waitstatus_to_exitcode(status)
         self.status = "ok" if ended_by == 0 else self.said.decode(errors="replace")[:200] or f"error: ended with {ended_by}"
-        if left <= 0 or ended_by == -signal.SIGPROF:
+        if not ended or ended_by == -signal.SIGPROF:
             self.status = "cap" if self.cpu > 0.8 * cap_s else "clock"
 
 

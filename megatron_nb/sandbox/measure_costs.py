@@ -19,6 +19,7 @@ import functools
 import heapq
 import itertools
 import math
+import operator
 import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 
@@ -68,7 +69,8 @@ FUNCTIONS = {
                      itertools.combinations, itertools.combinations_with_replacement, itertools.accumulate,
                      itertools.repeat, itertools.islice, itertools.groupby, itertools.zip_longest, itertools.starmap,
                      itertools.takewhile, itertools.dropwhile, itertools.pairwise, itertools.compress,
-                     itertools.chain.from_iterable], FREE),
+                     itertools.chain.from_iterable, operator.getitem, operator.itemgetter, operator.attrgetter, operator.add,
+                     operator.mul], FREE),
     **dict.fromkeys([list, tuple, set, frozenset, dict, bytes, bytearray, collections.deque, collections.Counter], MAKES),
     **dict.fromkeys([max, min], lambda a, r: first_or_all(a)),
     **dict.fromkeys([any, all, math.prod, functools.reduce], lambda a, r: max(map(size, a), default=0)),
@@ -157,7 +159,8 @@ class Counter:
             return each(items)
 
         def made(x):
-            units[0] += len(x) if isinstance(x, SIZED) else 0
+            if isinstance(x, SIZED) and type(x) is not range:
+                units[0] += len(x)
             return x
 
         def count():
@@ -171,7 +174,7 @@ class Counter:
                     return f(*args, **named)
                 shown = args
             elif kind is BuiltinFunctionType and f.__self__ is not None and type(f.__self__) is not type(sys):
-                rule = METHODS.get(type(f.__self__), {}).get(f.__name__)
+                rule = FREE if f.__name__[:2] == "__" else METHODS.get(type(f.__self__), {}).get(f.__name__)
                 shown = (f.__self__, *args)
                 if rule is FREE:
                     units[0] += 1
@@ -204,6 +207,13 @@ class Counter:
         def grow(a, b):  # the right side of an augmented assignment: a list or string is extended in place
             if isinstance(b, SIZED):
                 units[0] += len(a) if type(a) is tuple else len(b)
+            elif type(a) is int and (a > LONG or a < -LONG):
+                digits[0] += a.bit_length() >> 6
+            return b
+
+        def joined(a, b):  # the right side of a = a + b: strings grow in place, others are copied
+            if isinstance(b, SIZED):
+                units[0] += len(b) if type(b) is str else size(a) + len(b)
             elif type(a) is int and (a > LONG or a < -LONG):
                 digits[0] += a.bit_length() >> 6
             return b
@@ -259,7 +269,7 @@ class Counter:
             if isinstance(items, list) and isinstance(index, int):
                 units[0] += moved(items, index)
 
-        named = (each, items_of, made, count, call, add, grow, sub, mult, pow_, within, same, differ, removed)
+        named = (each, items_of, made, count, call, add, grow, joined, sub, mult, pow_, within, same, differ, removed)
         return {
             **{f.__name__: f for f in named},
             "lshift": bits(lambda a, b: a << b), "rshift": bits(lambda a, b: a >> b), "or_": bits(lambda a, b: a | b),

@@ -32,6 +32,8 @@ FEWEST_POINTS = 5
 FLOOR = 0.004  # relative error that says nothing: rounding of sizes, halves and logarithms
 POOR = 0.12  # relative error beyond which no class was found
 SHARE = 0.06  # of the cost at the largest size that the class's own term must make up
+CLEAR = 0.2  # confidence below which two classes fit alike
+NARROW = 4.0  # the sizes must span at least this factor
 SLACK = 1.6  # a lower class may leave this many times what the best one leaves
 
 
@@ -45,15 +47,17 @@ class Fit:
     reason: str = ""
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """The class of costs at growing sizes: [(n, cost)] with n rising."""
+def fit(points: Sequence[tuple[float, float]], noise: float = 0.0) -> Fit:
+    """The class of costs at growing sizes: [(n, cost)] with n rising. noise: relative error that inputs of one size leave."""
     points = [(n, c) for n, c in points if n >= 3]
     if len(points) < FEWEST_POINTS:
         return Fit(None, math.inf, 0.0, f"only {len(points)} sizes could be measured, {FEWEST_POINTS} are needed")
     steep = _exponential(points)
     if steep:
         return steep
-    used = _spread(points)
+    if points[-1][0] < NARROW * points[0][0]:
+        return Fit(None, math.inf, 0.0, f"the sizes from {points[0][0]} to {points[-1][0]} are too near to each other")
+    used, floor = _spread(points), max(FLOOR, noise)
     costs = [c for _, c in used]
     if max(costs) - min(costs) <= 1.0:
         return Fit("1", 0.0, 1.0)
@@ -66,18 +70,21 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
         tried = [_solve(used, [name, *([lower] if lower else [])]) for lower in (None, *LOWER[name])]
         errors[name] = min((error for error, share in tried if share >= SHARE), default=math.inf)
     best = min(errors.values())
-    chosen = next(name for name, error in errors.items() if max(error, FLOOR) <= SLACK * max(best, FLOOR))
-    if best > POOR:
+    chosen = next(name for name, error in errors.items() if max(error, floor) <= SLACK * max(best, floor))
+    if best > POOR + 3 * noise:
         return Fit(None, best, 0.0, f"no class fits the counts: the best, {chosen}, leaves {best:.0%}")
-    others = [max(error, FLOOR) for name, error in errors.items() if name != chosen and not _nests(name, chosen)]
-    gap = min(others, default=1.0) / max(errors[chosen], FLOOR)
-    return Fit(chosen, errors[chosen], round(max(0.0, min(1.0, 1 - 1 / gap)) if gap > 1 else 0.0, 3))
+    others = {other: max(error, floor) for other, error in errors.items() if other != chosen and not _nests(other, chosen)}
+    second = min(others, key=others.__getitem__)
+    confidence = round(max(0.0, 1 - max(errors[chosen], floor) / others[second]), 3)
+    if confidence < CLEAR:
+        return Fit(None, errors[chosen], confidence, f"{chosen} and {second} fit the counts alike")
+    return Fit(chosen, errors[chosen], confidence)
 
 
 def _spread(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The larger sizes: at most MOST_POINTS, no two nearer than the range asks for, none under 8 where there are others."""
     large = [p for p in points if p[0] >= 8]
-    points = large if len(large) >= FEWEST_POINTS else points
+    points = large if len(large) >= FEWEST_POINTS and large[-1][0] >= 6 * large[0][0] else points
     ratio = min(2.0, (points[-1][0] / points[0][0]) ** (1 / MOST_POINTS)) * 0.99
     kept = [points[-1]]
     for point in reversed(points[:-1]):

@@ -35,8 +35,9 @@ def _extends_itself(node: ast.Assign) -> bool:
     target, value = node.targets[0], node.value
     if len(node.targets) > 1 or not isinstance(target, ast.Name) or not isinstance(value, ast.BinOp):
         return False
-    plain = isinstance(value.right, ast.Constant | ast.JoinedStr | ast.Subscript) and not _is_number(value.right)
-    return plain and isinstance(value.op, ast.Add) and isinstance(value.left, ast.Name) and value.left.id == target.id
+    if not isinstance(value.op, ast.Add) or _is_number(value.right):
+        return False
+    return isinstance(value.left, ast.Name) and value.left.id == target.id
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -104,8 +105,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Assign(self, node):
-        if _extends_itself(node):  # the interpreter does s = s + t in place, as it does s += t
-            node.value.right = self.op("grow", ast.Name(node.targets[0].id, ast.Load()), self.visit(node.value.right))
+        if _extends_itself(node):
+            node.value.right = self.op("joined", ast.Name(node.targets[0].id, ast.Load()), self.visit(node.value.right))
             return node
         self.generic_visit(node)
         for place in node.targets:

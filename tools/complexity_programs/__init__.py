@@ -17,7 +17,10 @@ class Labelled:
 
 
 INTS = "import random\ndef make(n):\n    return [[random.randrange(10**6) for _ in range(n)]]\n"
-SORTED = "import random\ndef make(n):\n    a =sorted(random.randrange(10**6) for _ in range(n)), random.randrange(10**6)]\n"
+SORTED = (
+    "import random\ndef make(n):\n    a = sorted(random.randrange(10**6) for _ in range(n))\n"
+    "    return [a, random.randrange(10**6)]\n"
+)
 DISTINCT = "import random\ndef make(n):\n    return [random.sample(range(10 * n), n)]\n"
 NUMBER = "def make(n):\n    return [n]\n"
 TEXT = "import random\ndef make(n):\n    return [''.join(random.choices('abcdefgh', k=n))]\n"
