@@ -112,16 +112,19 @@ class CodeJudge:
                 return error.verdicts
             raise
 
-    async def complexity(self, source: str, function: str, generator: str) -> Estimate:
-        """The empirical class of `function` in `source`. Raises as `verdicts`."""
-        row = {"program": source, "function": function, "generator": generator}
+    async def complexity(self, source: str, function: str, generator: str, reference: str = "") -> Estimate:
+        """The empirical class of `function` in `source`; reference: a right solution, whose answers it must give on the way.
+
+        Raises as `verdicts`.
+        """
+        row = {"program": source, "function": function, "generator": generator, "reference": reference}
 
         async def measured() -> Estimate:
             if self._services:
                 return await self._served("/complexity", {"id": "", **row}, read_estimate)
             from megatron_nb.sandbox.complexity import estimate
 
-            return await estimate((await self._opened()).pool, source, function, generator)
+            return await estimate((await self._opened()).pool, source, function, generator, reference=reference)
 
         known = await self._once(_digest(["complexity", row]), measured, lambda found: found.complexity != "unknown")
         return copy.deepcopy(known)

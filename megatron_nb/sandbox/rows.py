@@ -67,7 +67,7 @@ async def complexity_row(pool: Pool, row: dict) -> dict:
     """{"id", "program", "function", "generator"} -> {"id", "class", "confidence", "reason", "points"}."""
     from megatron_nb.sandbox.complexity import estimate
 
-    found = await estimate(pool, *read_complexity_row(row))
+    found = await estimate(pool, *read_complexity_row(row), reference=_text(row, "reference", None) or "")
     return {
         "id": row.get("id"),
         "class": found.complexity,
