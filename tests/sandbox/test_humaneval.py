@@ -38,7 +38,7 @@ def test_all_published_solutions_are_accepted_and_most_changed_ones_are_not(shar
     assert {name for name, _ in others} <= MBPP_EXCEPTIONS
     work = mutants(rows)
     counts, others = accepted(shared_judge, work)
-    assert not counts["infrastructure"] and len(others) >= 0.9 * len(work)
+    assert not counts["infrastructure"] and len(others) >= 0.85 * len(work)
 
 
 def test_every_operator_is_changed_once():
