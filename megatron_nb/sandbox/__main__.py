@@ -55,6 +55,9 @@ def main(words: list[str] | None = None) -> int:
     except (ValueError, OSError, IsolationMissing) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        print(f"failed: {error}; the same command goes on from here", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return 130

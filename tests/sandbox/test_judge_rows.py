@@ -13,6 +13,7 @@ import pytest
 from megatron_nb.sandbox.__main__ import main
 from megatron_nb.sandbox.batch import BadRow, Progress, done_before, rows, stream
 from megatron_nb.sandbox.compare import CompareConfig
+from megatron_nb.sandbox.ladder import LADDER
 from megatron_nb.sandbox.rows import read_complexity_row, read_judge_row
 from megatron_nb.sandbox.tests import Checker, Program, Test
 
@@ -150,6 +151,25 @@ def test_isolation_none_is_said_in_every_result(tmp_path):
     done = run("judge", source, "--out", tmp_path / "out.jsonl", "--isolation", "none", "--workers", "1")
     assert done.returncode == 0, done.stderr
     assert lines(tmp_path / "out.jsonl")[0]["isolation"] == "none" and "1 of 1 rows" in done.stderr
+
+
+def test_complexity_writes_one_line_per_row(shared_pool, tmp_path):
+    program, generator = "def f(a):\n    return [b for b in a if b]", "def make(n):\n    return [list(range(n))]"
+    source = write(tmp_path / "in.jsonl", {"id": "a", "program": program, "function": "f", "generator": generator})
+    assert main(["complexity", str(source), "--out", str(tmp_path / "out.jsonl"), "--workers", "1"]) == 0
+    (found,) = lines(tmp_path / "out.jsonl")
+    assert found["id"] == "a" and found["class"] in (*LADDER, "unknown") and 0 <= found["confidence"] <= 1 and found["points"]
+
+
+def test_the_service_s_settings_reach_it(monkeypatch, capsys):
+    from megatron_nb.sandbox import service
+
+    seen = []
+    monkeypatch.setattr(service, "serve", lambda *given: seen.append(given))
+    assert main(["serve", "--port", "0", "--token-env", "TOKEN", "--queue", "9", "--workers", "3", "--isolation", "none"]) == 0
+    ((config, workers, isolation),) = seen
+    assert (config.port, config.token_env, config.queue, workers, isolation) == (0, "TOKEN", 9, 3, "none")
+    assert main(["serve", "--host", "0.0.0.0"]) == 2 and "without_token" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_does_not_know():
