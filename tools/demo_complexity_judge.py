@@ -3,7 +3,7 @@
     python tools/demo_complexity_judge.py [--seed 1] [--folder runs/demo-complexity-judge] [--steps N] [--fast]
 
     1  programs   synthesize_complexity: programs of all classes; held-out ones have templates that training never sees
-    2  sft        sft_complexity_judge from scratch, two million parameters, a vocabulary of a thousand tokens
+    2  sft        sft_complexity_judge from scratch, 1.4 million parameters, a vocabulary of a thousand tokens
     3  evaluate   eval_complexity_judge: accuracy, coverage, agreement with the empirical witness, confusion table
 
 About five minutes on 2 cores. Each stage is a run folder in FOLDER/seed-N; what is finished is not done again. The exit code is
@@ -27,7 +27,7 @@ from tools.bench_train import free_port
 from tools.demo_rl_data import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY, PACK, PROGRAM = 1024, 1024, 640  # entries; tokens of a pack; tokens of a program with its question and answer
+VOCABULARY, PACK = 1024, 1024  # entries; tokens of a pack
 MODEL = [
     "model=tiny", "model.num_layers=4", "model.hidden_size=160", "model.num_attention_heads=5", "model.num_query_groups=5",
     "model.head_dim=32", "model.ffn_hidden_size=448", f"model.vocab_size={VOCABULARY}",
@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo-complexity-judge"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=700, help="updates of four packs (default 700)")
+    parser.add_argument("--steps", type=int, default=900, help="updates of two packs (default 900)")
     parser.add_argument("--fast", action="store_true", help="a smoke test; shows nothing and does not have to")
     parser.add_argument("--isolation", choices=("bubblewrap", "none"), default="bubblewrap", help="of the programs measured")
     given = parser.parse_args()
@@ -82,8 +82,8 @@ def main() -> int:
             "-m", "megatron_nb.sft", "--config-name", "sft_complexity_judge", *MODEL, "parallel=cpu2", "name=judge", *shared,
             f"data.sources.programs.path={programs}/train.jsonl", f"data.validation.heldout.path={programs}/heldout.jsonl",
             f"data.tokenizer={folder}/tokenizer", f"data.cache_dir={folder}/cache", "data.workers=0", "data.loader_workers=0",
-            f"seq_len={PACK}", "global_batch_size=4", f"num_steps={steps}", f"validate_every={steps}",
-            f"checkpoint.every={steps}", "optimizer.lr=3e-3", "optimizer.min_lr=1e-4", f"optimizer.warmup_steps={steps // 20}",
+            f"seq_len={PACK}", "global_batch_size=2", f"num_steps={steps}", f"validate_every={steps}",
+            f"checkpoint.every={steps}", "optimizer.lr=2.5e-3", "optimizer.min_lr=1e-4", f"optimizer.warmup_steps={steps // 20}",
             "log.wandb=off", "log.every=20",
         ])  # fmt: skip
 
@@ -91,8 +91,8 @@ def main() -> int:
     out = folder / "evaluation"
     seconds["evaluation"] = run(folder / "evaluation.log", [
         "tools/eval_complexity_judge.py", str(folder / "judge"), "--programs", str(programs), "--out", str(out),
-        "--seed", str(given.seed), "--max-tokens", "96", "--isolation", given.isolation,
-        *(["--limit", "24", "--empirical", "2"] if given.fast else ["--empirical", "36"]),
+        "--seed", str(given.seed), "--max-tokens", "96", "--answers", "3", "--isolation", given.isolation,
+        *(["--limit", "24", "--empirical", "2"] if given.fast else ["--limit", "180", "--empirical", "36"]),
     ])  # fmt: skip
     told = json.loads((out / "summary.json").read_text())
     print((out / "confusion.txt").read_text())
