@@ -62,6 +62,7 @@ class Group:
         self.folders = folders
         self.limits: tuple[int, int] | None = None
         self.joined = True
+        self.files: dict[str, int] = {}
         made = []
         try:
             for folder in folders:
@@ -80,8 +81,16 @@ class Group:
             except OSError:
                 self.joined = False
 
+    def read(self, folder: Path, name: str) -> bytes:
+        """A file of the group, kept open: it is read several times in every run."""
+        if name not in self.files:
+            self.files[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self.files[name], 4096, 0)
+
     def close(self) -> bool:
         """Remove the group; False while a process lives in it."""
+        while self.files:
+            os.close(self.files.popitem()[1])
         for folder in self.folders:
             with suppress(OSError):
                 folder.rmdir()
@@ -117,23 +126,20 @@ class Version1(Group):
         (self.pids / "pids.max").write_text(str(processes))
 
     def cpu_s(self) -> float:
-        return int((self.cpu / "cpuacct.usage").read_bytes()) / 1e9
+        return int(self.read(self.cpu, "cpuacct.usage")) / 1e9
 
     def memory_bytes(self) -> int:
-        return int((self.memory / "memory.usage_in_bytes").read_bytes())
-
-    def processes(self) -> int:
-        return int((self.pids / "pids.current").read_bytes())
+        return int(self.read(self.memory, "memory.usage_in_bytes"))
 
     def reset_peak(self) -> None:
         (self.memory / "memory.max_usage_in_bytes").write_text("0")
 
     def peak_bytes(self) -> int:
-        return int((self.memory / "memory.max_usage_in_bytes").read_bytes())
+        return int(self.read(self.memory, "memory.max_usage_in_bytes"))
 
     def kills(self) -> int:
         """How many processes the kernel has ended for want of memory."""
-        return _field((self.memory / "memory.oom_control").read_text(), "oom_kill")
+        return _field(self.read(self.memory, "memory.oom_control"), b"oom_kill")
 
 
 class Version2(Group):
@@ -164,35 +170,25 @@ class Version2(Group):
         (self.folders[0] / "pids.max").write_text(str(processes))
 
     def cpu_s(self) -> float:
-        return _field((self.folders[0] / "cpu.stat").read_text(), "usage_usec") / 1e6
+        return _field(self.read(self.folders[0], "cpu.stat"), b"usage_usec") / 1e6
 
     def memory_bytes(self) -> int:
-        return int((self.folders[0] / "memory.current").read_bytes())
-
-    def processes(self) -> int:
-        return int((self.folders[0] / "pids.current").read_bytes())
+        return int(self.read(self.folders[0], "memory.current"))
 
     def reset_peak(self) -> None:
         """Before Linux 6.12 the peak cannot be reset: it is then the highest of the worker's runs so far."""
         with suppress(OSError):
-            if hasattr(self, "peak"):
-                os.close(self.peak)
-            self.peak = os.open(self.folders[0] / "memory.peak", os.O_RDWR | os.O_CLOEXEC)
-            os.write(self.peak, b"0")  # resets what is read through this descriptor
+            if "memory.peak" not in self.files:
+                self.files["memory.peak"] = os.open(self.folders[0] / "memory.peak", os.O_RDWR | os.O_CLOEXEC)
+            os.pwrite(self.files["memory.peak"], b"0", 0)  # resets what is read through this descriptor
 
     def peak_bytes(self) -> int:
-        with suppress(OSError, AttributeError):
-            return int(os.pread(self.peak, 32, 0))
+        with suppress(OSError):
+            return int(self.read(self.folders[0], "memory.peak"))
         return self.memory_bytes()
 
     def kills(self) -> int:
-        return _field((self.folders[0] / "memory.events").read_text(), "oom_kill")
-
-    def close(self) -> bool:
-        if hasattr(self, "peak"):
-            os.close(self.peak)
-            del self.peak
-        return super().close()
+        return _field(self.read(self.folders[0], "memory.events"), b"oom_kill")
 
 
 def _leave(own: Path) -> None:
@@ -202,5 +198,5 @@ def _leave(own: Path) -> None:
         (own / HOST / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def _field(text: str, name: str) -> int:
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(name + " ")), 0)
+def _field(text: bytes, name: bytes) -> int:
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith(name + b" ")), 0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import marshal
 import math
 import os
+import resource
 
 from megatron_nb.sandbox.execution import Job
 from megatron_nb.sandbox.isolation import PAYLOAD_USER, Server
@@ -42,7 +43,7 @@ class Delivery:
             "files": job.limits.files,
             "limits": _process_limits(job, bool(binary), server, grouped),
         }
-        self.header = json.dumps(header).encode()
+        self.header = marshal.dumps(header)
 
     def handed_over(self) -> None:
         """Close what the other side now has."""
@@ -78,7 +79,7 @@ class Delivery:
         return descriptor
 
 
-def _process_limits(job: Job, compiled: bool, server: Server, grouped: bool) -> dict[str, list[int]]:
+def _process_limits(job: Job, compiled: bool, server: Server, grouped: bool) -> list[tuple[int, int]]:
     """The kernel's limits per process: a second fence behind the control group, the only one without."""
     limits, memory = job.limits, job.limits.memory_mb << 20
     bounds = {
@@ -95,4 +96,4 @@ def _process_limits(job: Job, compiled: bool, server: Server, grouped: bool) -> 
         bounds["RLIMIT_AS"] = memory + RESERVED_BYTES
     if server.isolated:  # counted per user of the user namespace: the server is another user, or the same
         bounds["RLIMIT_NPROC"] = limits.processes + (0 if server.two_users else 4)
-    return {name: [bound, bound] for name, bound in bounds.items()}
+    return [(getattr(resource, name), bound) for name, bound in bounds.items()]

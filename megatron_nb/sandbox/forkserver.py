@@ -5,47 +5,44 @@ Run as a script; imports nothing of ours.
 Two sockets come from outside. `jobs`: the forked child itself receives its job there, so the server never holds a program,
 its input, or anything else that a later program could find in its own memory. `control`: children say that they start,
 the server says how they ended, and is told which run to kill; its end of file ends everything.
-A child waits in its own process table (its process 1 is a fork that never does anything) and mounts before its job arrives.
+A child waits in its own process table and mounts before its job arrives.
 """
 
+import _signal
 import atexit
-import bisect  # noqa: F401  what programs usually import, loaded once for all
 import builtins
-import collections  # noqa: F401
 import contextlib
-import copy  # noqa: F401
 import ctypes
-import datetime  # noqa: F401
-import decimal  # noqa: F401
-import fractions  # noqa: F401
-import functools  # noqa: F401
 import gc
-import heapq  # noqa: F401
-import io  # noqa: F401
-import itertools  # noqa: F401
+import io
 import json
-import linecache  # noqa: F401
-import math  # noqa: F401
-import operator  # noqa: F401
+import linecache
+import marshal
+import mmap
 import os
-import random  # noqa: F401
-import re  # noqa: F401
+import random
 import resource
 import select
 import shutil
 import signal
 import socket
-import statistics  # noqa: F401
-import string  # noqa: F401
 import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import types
-import typing  # noqa: F401
 
-NEWNS, NEWIPC, NEWPID = 0x20000, 0x8000000, 0x20000000
+# what programs usually import and the standard library needs for what follows, loaded once for all
+USUAL = [
+    "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
+    "functools", "heapq", "itertools", "math", "operator", "queue", "re", "statistics", "string", "typing", "weakref",
+]  # fmt: skip
+for usual in USUAL:
+    __import__(usual)
+
+CLONE_VM, NEWNS, NEWIPC, NEWPID = 0x100, 0x20000, 0x8000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
@@ -53,6 +50,13 @@ PAYLOAD_USER = 65534
 STARTED, ENDED, FAILED = b"s", b"e", b"f"
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mount.argtypes = [ctypes.c_char_p] * 3 + [ctypes.c_ulong, ctypes.c_char_p]
+
+
+libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+# without the interpreter's own work after a fork, which is for threads, and costs more than the rest of it
+fork = getattr(ctypes.PyDLL(None), "_Fork", os.fork)
+STACK = mmap.mmap(-1, 1 << 16)
+STACK_TOP = ctypes.addressof(ctypes.c_char.from_buffer(STACK)) + (1 << 16) - 64
 
 
 def check(result: int, what: str) -> None:
@@ -75,10 +79,8 @@ def serve(jobs: socket.socket, control: socket.socket, config: dict) -> tuple[di
         first = 0
         if isolated:
             check(libc.unshare(NEWPID), "unshare")  # the next fork is process 1 of a new table, the one after it process 2
-            first = os.fork()
-            if not first:
-                stand()
-        child = os.fork()
+            first = stand()
+        child = fork()
         if not child:
             try:
                 os.close(own)
@@ -93,14 +95,15 @@ def serve(jobs: socket.socket, control: socket.socket, config: dict) -> tuple[di
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def stand() -> None:
-    """Be process 1 of a run: hold nothing, hear nothing, take every process of the run along at the end."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))
-    prctl(PR_SET_DUMPABLE, 0)  # hides it from a program with the same user
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.closerange(0, 1024)
-    while True:
-        signal.pause()
+def stand() -> int:
+    """Start process 1 of a run's table; it takes every process of the run along at its end. Returns its number.
+
+    It is libc's pause() on a stack of its own in this process's memory: nothing to copy, nothing that could be confused.
+    It hears no signal but the server's SIGKILL, because this process blocks all of them.
+    """
+    pid = libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), STACK_TOP, CLONE_VM | signal.SIGCHLD, None)
+    check(min(pid, 0), "clone")
+    return pid
 
 
 def watch(control: socket.socket, number: int, child: int, first: int) -> None:
@@ -121,6 +124,7 @@ def watch(control: socket.socket, number: int, child: int, first: int) -> None:
                 os._exit(0)
             if struct.unpack("<Q", order)[0] == number:  # else it came too late, for a run that has ended
                 os.kill(first or child, signal.SIGKILL)
+    ended = time.monotonic()
     os.close(exited)
     _, status, usage = os.wait4(child, 0)
     seconds = usage.ru_utime + usage.ru_stime
@@ -130,7 +134,7 @@ def watch(control: socket.socket, number: int, child: int, first: int) -> None:
         seconds += rest.ru_utime + rest.ru_stime
     else:
         kill_orphans(child)
-    control.send(ENDED + struct.pack("<Qidq", number, status, seconds, usage.ru_maxrss))
+    control.send(ENDED + struct.pack("<Qiddq", number, status, ended, seconds, usage.ru_maxrss))
 
 
 def kill_orphans(group: int) -> None:
@@ -151,14 +155,14 @@ def prepare(jobs: socket.socket, control: socket.socket, config: dict, folder: s
     """In the child: build its walls, wait for its job, drop every right. Returns the job's header, source, binary's fd."""
     isolated = config["isolated"]
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    user = f",uid={PAYLOAD_USER},gid={PAYLOAD_USER}" if config["two_users"] else ""
-    size = "size={disk_mb}m,nr_inodes={files}"
+    prctl(PR_SET_DUMPABLE, 1)  # its own /proc/self is its own, unlike the server's
     if isolated:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the kernel ends the program, not the server
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(file, b"1000")  # the kernel ends the program, not the server
+        os.close(file)
         check(libc.unshare(NEWNS | NEWIPC), "unshare mounts")
-        options = f"mode=0700,{size.format(**config)}{user}".encode()
-        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, options), "mount /tmp")
+        size = disk_options(config["disk_mb"], config["files"], config)
+        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, size), "mount /tmp")
         flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
         if libc.mount(b"proc", b"/proc", b"proc", flags, b"subset=pid,hidepid=2"):  # older kernels know less
             check(libc.mount(b"proc", b"/proc", b"proc", flags, None), "mount /proc")
@@ -167,10 +171,10 @@ def prepare(jobs: socket.socket, control: socket.socket, config: dict, folder: s
     header, descriptors, *_ = socket.recv_fds(jobs, 1 << 16, 5)
     if not header:
         os._exit(0)
-    job = json.loads(header)
+    job = marshal.loads(header)
     if isolated and (job["disk_mb"], job["files"]) != (config["disk_mb"], config["files"]):
-        options = (size.format(**job) + user).encode()
-        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT, options), "remount /tmp")
+        size = disk_options(job["disk_mb"], job["files"], config)
+        check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT, size), "remount /tmp")
     content = os.pread(descriptors[0], sum(length for _, length in job["parts"]), 0)
     os.chdir(folder)
     offset = 0
@@ -182,24 +186,28 @@ def prepare(jobs: socket.socket, control: socket.socket, config: dict, folder: s
     job["folder"] = folder
     for standard, descriptor in enumerate(descriptors[1:4]):
         os.dup2(descriptor, standard)
-    for name, (soft, hard) in job["limits"].items():
-        kind = getattr(resource, name)
-        ceiling = resource.getrlimit(kind)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = (min(bound, ceiling) if bound >= 0 else ceiling for bound in (soft, hard))
-        resource.setrlimit(kind, (soft, hard))
+    for kind, bound in job["limits"]:
+        try:
+            resource.setrlimit(kind, (bound, bound))
+        except ValueError:  # the machine's own limit is lower
+            ceiling = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (ceiling, ceiling))
     binary = descriptors[4:]
     if binary:
         binary = [binary[0] if binary[0] == 3 else os.dup2(binary[0], 3)]
         os.set_inheritable(3, False)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    control.send(STARTED + struct.pack("<Qd", number, used.ru_utime + used.ru_stime))
+    control.send(STARTED + struct.pack("<Qdd", number, time.monotonic(), time.process_time()))
     jobs.detach()
     control.detach()
     os.closerange(4 if binary else 3, 1024)
     if isolated:
         drop_rights(config)
     return job, b"" if binary else content[: job["parts"][0][1]], binary
+
+
+def disk_options(megabytes: int, files: int, config: dict) -> bytes:
+    owner = f",uid={PAYLOAD_USER},gid={PAYLOAD_USER}" if config["two_users"] else ""
+    return f"mode=0700,size={megabytes}m,nr_inodes={files}{owner}".encode()
 
 
 def drop_rights(config: dict) -> None:
@@ -217,16 +225,17 @@ def drop_rights(config: dict) -> None:
 
 
 def run_python(source: bytes, path: str) -> None:
-    """Run a program as the interpreter would run a script, and exit with its code."""
-    # utf-8 with escapes for bytes that are not, as under -X utf8
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    """Run a program as the interpreter would run a script, and exit with its code.
+
+    sys.stdin, sys.stdout and sys.stderr are those of the server's start, unused so far: utf-8 as under -X utf8.
+    """
     module = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = path, builtins
     sys.modules["__main__"] = module
     sys.argv = [path]
     sys.path.insert(0, os.path.dirname(path))
+    random.seed()  # else every program would draw the same numbers
+    _signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the module beneath, which makes no enumeration of the old mask
     gc.enable()
     code = 0
     try:
@@ -261,6 +270,20 @@ def report(error: BaseException) -> int:
     return 1
 
 
+def warm_up() -> None:
+    """Do once what the first program would otherwise pay for: the compiler's types, codecs, the printing of a traceback."""
+    source = "import sys\nclass A:\n  def f(self, x): return [y * 2 for y in x]\nprint(f'{len(A().f(range(9)))}', 1.5)\n1 / 0"
+    output, sys.stdout, sys.stderr = (sys.stdout, sys.stderr), io.StringIO(), io.StringIO()
+    try:
+        exec(compile(source, "main.py", "exec"), {})
+    except ZeroDivisionError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout, sys.stderr = output
+    with open(os.devnull, encoding="utf-8", errors="surrogateescape") as file:
+        file.read()
+    linecache.clearcache()
+
+
 class FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 
@@ -276,8 +299,11 @@ if settings["isolated"]:
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
             break
 prctl(PR_SET_CHILD_SUBREAPER, 1)
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
+prctl(PR_SET_DUMPABLE, 0)  # hides it and process 1 of a run, which shares its memory, from programs of the same user
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 os.environ.clear()
+os.umask(0o022)
+warm_up()
 gc.collect()
 gc.disable()
 gc.freeze()
@@ -286,5 +312,6 @@ the_job, the_source, the_binary = serve(jobs_socket, control_socket, settings)
 if the_binary:
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
+    _signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.execve(the_binary[0], ["main"], {})
 run_python(the_source, os.path.join(the_job["folder"], the_job["parts"][0][0]))

@@ -37,7 +37,8 @@ class Watch:
 
     job: Job
     number: int
-    began: float = 0.0  # monotonic; 0: not yet
+    began: float = 0.0  # monotonic, by the fork's own word before it lets the program in; 0: not yet
+    ended: float = 0.0  # by the server's word
     pid: int = 0  # of its first process, in our process table
     cpu_before: float = 0.0
     memory_before: int = 0
@@ -185,11 +186,11 @@ class Worker:
         data, ancillary, _, _ = self.server.control.recvmsg(4096, 256)
         kind = data[:1]
         if kind == b"s":
-            number, watch.start_cpu_s = struct.unpack("<Qd", data[1:])
+            _, watch.began, watch.start_cpu_s = struct.unpack("<Qdd", data[1:])
             credentials = next(content for _, name, content in ancillary if name == socket.SCM_CREDENTIALS)
-            watch.pid, watch.began = struct.unpack("i", credentials[:4])[0], time.monotonic()
+            watch.pid = struct.unpack("i", credentials[:4])[0]
         elif kind == b"e":
-            number, status, seconds, peak_kib = struct.unpack("<Qidq", data[1:])
+            _, status, watch.ended, seconds, peak_kib = struct.unpack("<Qiddq", data[1:])
             if watch.began:
                 return status, seconds - watch.start_cpu_s, peak_kib
             raise Broken(f"a run ended before it began, with wait status {status}: {self.server.said()}")
@@ -256,7 +257,7 @@ class Worker:
 
     def _judge(self, watch: Watch, status: int, cpu_s: float, peak_kib: int) -> Execution:
         """The Execution of a run that is over."""
-        limits, wall = watch.job.limits, time.monotonic() - watch.began
+        limits, wall = watch.job.limits, (watch.ended or time.monotonic()) - watch.began
         code = os.waitstatus_to_exitcode(status)
         peak, killed = max(watch.peak_bytes, peak_kib << 10), False
         if self.group:
