@@ -63,7 +63,7 @@ def ours(options: argparse.Namespace, prompts: Path, number: int) -> list[dict]:
             "+reward.terms.words.kind=tools.bench_rl_work.score",
             f"collect.num_prompts={options.answers // options.group}", f"collect.group_size={options.group}",
             "collect.overlong=null", f"sampling.max_tokens={options.tokens}", f"sampling.stop_ids=[{NO_TOKEN}]",
-            f"engine.native.max_concurrency={options.answers}", "engine.native.block_size=16",
+            f"engine.native.max_concurrency={options.answers}", "engine.native.block_size=4",
             f"engine.native.max_sequence_length={longest}", "engine.native.kv_cache_gb=0.5",
             f"update.pack_tokens={options.micro_batch * longest}",
             "policy.importance_cap=null",  # engine and trainer are the same weights in fp32; TRL does not correct either
