@@ -137,6 +137,10 @@ class Version1(Group):
     def peak_bytes(self) -> int:
         return int(self.read(self.memory, "memory.max_usage_in_bytes"))
 
+    def shared_bytes(self) -> int:
+        """What lies in file systems in memory."""
+        return _field(self.read(self.memory, "memory.stat"), b"shmem")
+
     def kills(self) -> int:
         """How many processes the kernel has ended for want of memory."""
         return _field(self.read(self.memory, "memory.oom_control"), b"oom_kill")
@@ -186,6 +190,9 @@ class Version2(Group):
         with suppress(OSError):
             return int(self.read(self.folders[0], "memory.peak"))
         return self.memory_bytes()
+
+    def shared_bytes(self) -> int:
+        return _field(self.read(self.folders[0], "memory.stat"), b"shmem")
 
     def kills(self) -> int:
         return _field(self.read(self.folders[0], "memory.events"), b"oom_kill")

@@ -74,7 +74,7 @@ class Server:
         self.isolated = isolation == "bubblewrap"
         self.two_users = self.isolated and os.geteuid() == 0 and _mapped(PAYLOAD_USER)
         started: list[int] = []
-        self.process, self.inner = None, -1
+        self.process, self.inner, self.over = None, -1, False
         try:
             self._start(jobs, control, started, join)
             defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
@@ -136,14 +136,15 @@ class Server:
         size = os.fstat(self.complaints).st_size
         return os.pread(self.complaints, 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
-    def kill(self) -> None:
+    def kill(self, wait_s: float = 10.0) -> None:
         """End it with everything in it, and wait until all of it is gone."""
+        self.over = True
         if self.inner >= 0:
             with suppress(OSError):
                 signal.pidfd_send_signal(self.inner, signal.SIGKILL)
             gone = select.poll()
             gone.register(self.inner, select.POLLIN)
-            gone.poll(10_000)  # process 1 of a table is over when all others are
+            gone.poll(wait_s * 1000)  # process 1 of a table is over when all others are
             os.close(self.inner)
             self.inner = -1
         for end in (self.jobs, self.control):
@@ -151,7 +152,7 @@ class Server:
         if self.process is not None:
             if not self.isolated:
                 with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(2)
+                    self.process.wait(min(wait_s, 2.0))
             self.process.kill()
             self.process.wait()
 

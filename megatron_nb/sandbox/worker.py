@@ -23,6 +23,7 @@ IDLE_PROCESSES = 3  # bubblewrap, the server, and the run's process 1, which are
 TAIL = 8192  # bytes of stderr kept
 GRACE_S = 0.5  # from the order to kill a run to giving up on its worker
 LOOK_S = 0.002  # the least time between two looks
+SETTLE_S = 0.2
 SCAN_S = 0.03  # between looks at the processes' memory where no control group bounds it
 HIDDEN_CPU_S = 0.02  # of the server's own work within a run; more than that is a program hiding its children's time
 
@@ -100,15 +101,15 @@ class Worker:
 
     def run(self, job: Job, binary: bytes = b"", session=None) -> Execution:
         """Run a job to its end. Raises Broken when the sandbox fails; the worker then needs a start."""
-        if self.server is None:
+        if self.server is None or self.server.over:
             self.start()
         server, self.number = self.server, self.number + 1
         watch = Watch(job, self.number)
         if self.group:
             self.group.limit(self.idle_memory + (job.limits.memory_mb << 20), IDLE_PROCESSES + job.limits.processes)
             watch.cpu_before, watch.kills_before = self.group.cpu_s(), self.group.kills()
+            watch.memory_before = self._settled()
             self.group.reset_peak()
-            watch.memory_before = self.group.memory_bytes()
         delivery = None
         try:
             if session:
@@ -123,6 +124,15 @@ class Worker:
         finally:
             if delivery:
                 delivery.close()
+
+    def _settled(self) -> int:
+        """Bytes in the group before a run, once the kernel has taken back the last run's /tmp, as it does in its own time."""
+        end = time.monotonic() + SETTLE_S
+        while (held := self.group.memory_bytes()) > self.idle_memory + (8 << 20) and time.monotonic() < end:
+            if self.group.shared_bytes() < 1 << 20:
+                break  # files of the system that programs have read: given back on demand
+            time.sleep(LOOK_S)
+        return held
 
     def _follow(self, watch: Watch, delivery: Delivery, session) -> tuple[int, float, int]:
         """Watch a run until the server reports its end: (wait status, CPU seconds, peak KiB of the largest process)."""
@@ -153,7 +163,7 @@ class Worker:
                 self._feed(poll, delivery, session)
             now = time.monotonic()
             if now >= give_up and watch.verdict:
-                server.kill()  # its process table dies with it
+                server.kill(0.2)  # its process table dies with it
                 return 9, self._cpu_s(watch), 0
             if now >= give_up:
                 raise Broken(f"no word from the worker: {server.said()}")
@@ -257,15 +267,15 @@ class Worker:
 
     def _judge(self, watch: Watch, status: int, cpu_s: float, peak_kib: int) -> Execution:
         """The Execution of a run that is over."""
-        limits, wall = watch.job.limits, (watch.ended or time.monotonic()) - watch.began
+        wall = (watch.ended or time.monotonic()) - watch.began
         code = os.waitstatus_to_exitcode(status)
         peak, killed = max(watch.peak_bytes, peak_kib << 10), False
         if self.group:
-            used = self.group.peak_bytes() - watch.memory_before
-            peak = max(peak, used)
+            highest = self.group.peak_bytes()
+            peak = max(peak, highest - watch.memory_before)
             killed = self.group.kills() > watch.kills_before
-            if killed and used < 0.8 * (limits.memory_mb << 20) and watch.verdict is None:
-                raise Broken(f"the machine ran out of memory and ended a program that held {used >> 20} MB")
+            if killed and highest < 0.9 * self.group.limits[0] and watch.verdict is None:
+                raise Broken(f"the machine ran out of memory and ended a program that held {peak >> 20} MB")
             total = self.group.cpu_s() - watch.cpu_before - watch.start_cpu_s
             cpu_s = total if total > cpu_s + HIDDEN_CPU_S else cpu_s
         outcome, detail = self._outcome(watch, code, killed, cpu_s)

@@ -139,6 +139,14 @@ def test_files_are_placed_read_only_in_the_working_folder(pool):
     assert run(pool, source, files=(("data.txt", b"content"),)).stdout == b"content 0o444\n"
 
 
+def test_a_full_disk_of_the_run_before_does_not_count(pool):
+    for _ in range(4):
+        filled = run(pool, "open('x', 'wb').write(bytes(60 << 20)); print(1)", disk_mb=64, memory_mb=256)
+        assert filled.status == "ok", filled
+        tight = run(pool, "x = b'x' * (60 << 20); print(len(x))", memory_mb=96)
+        assert tight.status == "ok" and tight.peak_memory_mb > 40, tight
+
+
 @pytest.mark.parametrize(
     ("job", "said"),
     [
