@@ -83,8 +83,8 @@ def main() -> int:
             f"data.sources.programs.path={programs}/train.jsonl", f"data.validation.heldout.path={programs}/heldout.jsonl",
             f"data.tokenizer={folder}/tokenizer", f"data.cache_dir={folder}/cache", "data.workers=0", "data.loader_workers=0",
             f"seq_len={PACK}", "global_batch_size=2", f"num_steps={steps}", f"validate_every={steps}",
-            f"checkpoint.every={steps}", "optimizer.lr=2.5e-3", "optimizer.min_lr=1e-4", f"optimizer.warmup_steps={steps // 20}",
-            "log.wandb=off", "log.every=20",
+            f"checkpoint.every={steps}", f"optimizer.warmup_steps={steps // 20}", "optimizer.lr=2.5e-3",
+            "optimizer.min_lr=1e-4", "log.wandb=off", "log.every=20",
         ])  # fmt: skip
 
     print("3/3  evaluation", flush=True)
