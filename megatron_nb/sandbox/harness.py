@@ -20,8 +20,9 @@ def _source(*names: str, start: str) -> str:
     for name in names:
         text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
         lines += [line for line in text.splitlines(True) if line != FUTURE and not line.startswith("from megatron_nb.")]
-    code = compile("".join([*lines, start, "\n"]), "harness", "exec", dont_inherit=True)
-    return f"compiled = {marshal.dumps(code)!r}\nexec(__import__('marshal').loads(compiled))\n"  # tracebacks show the last
+    code = compile("".join([*lines, start, "\n"]), "harness", "exec", dont_inherit=True, optimize=2)
+    text = marshal.dumps(code).hex()
+    return f"compiled = bytes.fromhex('{text}')\nexec(__import__('marshal').loads(compiled))\n"  # tracebacks show the last line
 
 
 CALL = _source("harness_wire", "harness_program", start="call_once()")  # one call of a function

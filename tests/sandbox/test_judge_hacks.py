@@ -170,8 +170,8 @@ def test_noise_of_an_honest_program_costs_it_nothing(shared_judge, source, test)
 @pytest.mark.parametrize(
     ("body", "verdicts"),
     [
-        ("return 'x' * 10**8", ["output limit", "memory limit"]),
-        ("return list(range(10**7))", ["output limit", "memory limit", "time limit"]),
+        ("return 'x' * 10**7", ["output limit"]),
+        ("return list(range(2 * 10**6))", ["output limit", "time limit"]),
         ("while True: os.write(1, b'x' * 65536)", ["time limit", "output limit"]),
         ("while True: os.write(3, b'x' * 65536)", ["time limit", "output limit", "runtime error", "wrong answer"]),
         ("return 10 ** 10**6", ["wrong answer"]),
@@ -181,7 +181,7 @@ def test_noise_of_an_honest_program_costs_it_nothing(shared_judge, source, test)
 )
 @pytest.mark.parametrize("kind", ["call", "code"])
 def test_a_flooded_channel_ends_by_a_limit(shared_judge, body, verdicts, kind):
-    found = verdict(shared_judge, f"import os\ndef f(x):\n    {body}", TESTS[kind], Limits(time_s=0.5, memory_mb=512))
+    found = verdict(shared_judge, f"import os\ndef f(x):\n    {body}", TESTS[kind], Limits(time_s=1.0, memory_mb=512))
     assert found.verdict in verdicts, found
 
 
