@@ -47,7 +47,7 @@ class Size:
     sft_rows: int = 8000
     rl_prompts: int = 400
     heldout_prompts: int = 200
-    samples: int = 2  # answers to a held-out prompt
+    samples: int = 3  # answers to a held-out prompt
     sft_steps: int = 450  # of two packs
     rl_steps: tuple[int, int] = (24, 40)  # of the stages
     rl_batch: int = 24  # prompts, 8 answers to each
