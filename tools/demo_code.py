@@ -44,12 +44,12 @@ PACK, PROMPT, ANSWER = 512, 64, 96  # tokens of a pack, a prompt and an answer
 class Size:
     """How much of everything; chosen from measured speed."""
 
-    sft_rows: int = 8000
+    sft_rows: int = 10000
     rl_prompts: int = 400
     heldout_prompts: int = 200
     samples: int = 3  # answers to a held-out prompt
-    sft_steps: int = 450  # of two packs
-    rl_steps: tuple[int, int] = (24, 40)  # of the stages
+    sft_steps: int = 600  # of two packs
+    rl_steps: tuple[int, int] = (20, 44)  # of the stages
     rl_batch: int = 24  # prompts, 8 answers to each
     sft_lr: float = 3e-3
     rl_lr: float = 3e-4

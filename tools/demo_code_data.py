@@ -34,7 +34,7 @@ FRAMES = (
     "In Python, solve({arg}) should return {what}.",
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SHARES = {"optimal": 0.25, "slow": 0.3, "wrong": 0.35, "malformed": 0.1}  # of the answers to learn from
+SHARES = {"optimal": 0.27, "slow": 0.29, "wrong": 0.4, "malformed": 0.04}  # of the answers to learn from
 KINDS = ("optimal", "slow", "wrong")  # of programs
 TESTS = 6  # of a problem
 
