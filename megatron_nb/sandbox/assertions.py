@@ -83,7 +83,7 @@ class Side:
         await self.session.send(encode(line).encode() + b"\n" if isinstance(line, dict) else line)
         answer = await self.session.receive(FOREVER_S)
         self.busy_s += time.monotonic() - start
-        return answer
+        return answer if answer and answer.endswith(b"\n") else None  # half a line is the last of a program that was ended
 
 
 async def _relay(side: Side, test_side: Side, task: dict) -> tuple[dict | None, bool]:
