@@ -6,7 +6,7 @@ import re
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
 
 from megatron_nb.sandbox.harness_wire import LONG_INT
@@ -99,7 +99,7 @@ def _same_number(found: bytes, expected: bytes, config: CompareConfig) -> bool:
         if a == b:
             return True
         return abs(a - b) <= Decimal(config.absolute) + Decimal(config.relative) * abs(b)
-    except InvalidOperation:
+    except ArithmeticError:  # exponents beyond what decimals of this precision hold
         return False
 
 
@@ -122,7 +122,8 @@ def value_difference(found: object, expected: object, config: CompareConfig) -> 
     """None if a function's result is right, else where it first differs.
 
     As in Python, but tuples are lists (JSON has no other), keys that are all text also match numbers of the same text (JSON
-    again), and where a float takes part numbers may differ by 1e-9 of the expected one, or by the tolerances if given.
+    again), and where a float takes part numbers may differ by 1e-9 of the expected one, or by the tolerances if given. A whole
+    number is exact: a float in its place may be off by 1e-6 at most, whatever its size.
     """
     try:
         if type(found) is type(expected) and found == expected:
@@ -177,6 +178,9 @@ def _close(found, expected, config: CompareConfig) -> bool:
     relative = config.relative or (0.0 if config.absolute else 1e-9)
     try:
         a, b = complex(found), complex(expected)
-        return abs(a - b) < float("inf") and abs(a - b) <= (config.absolute or 1e-12) + relative * abs(b)
+        allowed = (config.absolute or 1e-12) + relative * abs(b)
+        if isinstance(expected, int) and not (config.absolute or config.relative):
+            allowed = min(allowed, 1e-6) if abs(expected) < 1 << 53 else -1.0  # beyond, floats are whole and were compared
+        return abs(a - b) < float("inf") and abs(a - b) <= allowed
     except (OverflowError, ValueError):
         return False

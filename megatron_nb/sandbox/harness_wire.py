@@ -91,15 +91,15 @@ PARENTS = (  # of subclasses: the builtin value beneath
 
 def _hashable(values: list) -> list:
     """The same; ValueError where so many collide that a set of them would take for ever."""
-    if len(values) - len({hash(value) for value in values}) > 1000:
-        raise ValueError("more than 1000 values have the hash of another")
+    if len(values) - len({hash(value) for value in values}) > 100:
+        raise ValueError("more than 100 values have the hash of another")
     return values
 
 
 def _integers(parts: list) -> list:
-    """The same; a text among them could stand for a number of a billion digits."""
-    if not all(type(part) is int for part in parts):
-        raise ValueError(f"{len(parts)} parts must be integers")
+    """The same; a text among them could stand for a number of a billion digits, and reducing a fraction takes their square."""
+    if not all(type(part) is int and -LONG_INT < part < LONG_INT for part in parts):
+        raise ValueError(f"{len(parts)} parts must be integers of at most {LONG_INT.bit_length() - 1} bits")
     return parts
 
 

@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import time
 from collections import Counter, OrderedDict, deque, namedtuple
 from decimal import Decimal
 from enum import IntEnum
@@ -54,8 +55,12 @@ def test_outputs_are_the_same_by_the_rule_of_the_mode(mode, found, expected, rig
 
 
 @pytest.mark.parametrize(
-    ("found", "right"), [(b"100.0001", True), (b"100.02", False), (b"1e400", False), (b"1e999999", False), (b"abc", False)]
-)
+    ("found", "right"),
+    [
+        (b"100.0001", True), (b"100.02", False), (b"1e400", False), (b"1e999999", False), (b"99999e999999", False),
+        (b"-9999e999999", False), (b"9" * 10**5 + b"e-999999", False), (b"abc", False),
+    ],
+)  # fmt: skip
 def test_a_tolerance_is_of_the_expected_number(found, right):
     assert (difference(found, b"100", CompareConfig("numbers", relative=1e-5)) is None) == right
     assert (difference(found, b"100", CompareConfig(absolute=1e-3)) is None) == right  # tokens with a tolerance
@@ -87,6 +92,11 @@ def test_the_first_difference_is_shown_shortened(mode, found, expected, words):
         (0.1 + 0.2, 0.3, True),
         (0.3001, 0.3, False),
         (10**20 + 1, 10**20, False),
+        (1e15, 10**15 + 7, False),  # a whole number is not rounded, whatever computes it
+        (float(10**18), 10**18 + 7, False),
+        (1.0 + 1e-12, 1, True),
+        (10**15 + 7, 1e15, True),
+        (1e15, 1e15 + 7, True),
         (float("inf"), float("inf"), True),
         (float("inf"), 1e308, False),
         (1e308, float("inf"), False),
@@ -172,11 +182,14 @@ def test_a_subclass_arrives_as_the_builtin_value_beneath(value, arrives):
     [
         "", "{", '{"!pickle": "x"}', '{"!set": [[1]]}', '{"!int": "zz"}', '{"!fraction": ["1e999999999"]}',
         '{"!fraction": ["1e999999999", 1]}', '{"!range": [0, "5"]}', '{"!dict": [[1]]}', '{"!complex": ["x"]}', "[" * 10**6,
+        '{"!fraction": [{"!int": "' + "7" * 400_000 + '"}, {"!int": "' + "9" * 400_000 + '"}]}',
         '{"!date": "yesterday"}', '{"!tuple": 3}', '{"!bytes": "\u20ac"}', "1" * 5000, '{"!fraction": [1, 0]}',
-        '{"!set": [' + ",".join(str(i * (2**61 - 1)) for i in range(5000)) + "]}",
+        '{"!set": [' + ",".join(str(i * (2**61 - 1)) for i in range(500)) + "]}",
     ],
     ids=short,
 )  # fmt: skip
 def test_what_no_harness_writes_is_refused_at_once(text):
+    begun = time.process_time()
     with pytest.raises(ValueError):
         decode(text)
+    assert time.process_time() - begun < 0.5  # it happens in the host's event loop
