@@ -73,12 +73,21 @@ def check_reward(config: RewardConfig) -> None:
     for name, term in config.terms.items():
         target = find(term.kind, f"reward.terms.{name}")
         method_of(target, f"reward.terms.{name}")
-        if term.kind in ("pass_rate", "gated_complexity") and term.weight <= 0:
-            raise ConfigError(
-                f"reward.terms.{name}.weight={term.weight} must be more than 0: a program that fails a test must not score as "
-                "high as one that passes all"
-            )
-        settings_of(target, term.settings, f"reward.terms.{name}")
+        settings = settings_of(target, term.settings, f"reward.terms.{name}")
+        if term.kind in ("pass_rate", "gated_complexity"):
+            _check_program_reward(f"reward.terms.{name}", term.weight, target, settings)
+
+
+def _check_program_reward(key: str, weight: float, target: Any, settings: dict[str, Any]) -> None:
+    """Refuse what would let a program that fails a test score as high as one that passes all."""
+    if weight <= 0:
+        raise ConfigError(
+            f"{key}.weight={weight} must be more than 0: a program that fails a test must score below one that passes all"
+        )
+    try:
+        target(**settings)  # starts nothing
+    except ValueError as error:
+        raise ConfigError(f"{key}.settings: {error}") from error
 
 
 def find_models(config: RewardConfig) -> None:

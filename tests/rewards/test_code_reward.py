@@ -267,8 +267,8 @@ def test_no_program_that_fails_a_test_scores_as_high_as_one_that_passes_all(form
     ],
 )  # fmt: skip
 def test_constants_that_could_break_the_invariant_are_refused(term, message):
-    with pytest.raises(ValueError, match=message):
-        code.GatedComplexity(**term)
+    with pytest.raises(ConfigError, match=f"reward.terms.code.settings: {message}"):
+        check_reward(RewardConfig({"code": TermConfig("gated_complexity", settings=term)}))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])

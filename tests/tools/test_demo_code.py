@@ -24,7 +24,7 @@ PROBLEMS = pytest.mark.parametrize("problem", data.problems(), ids=lambda proble
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    data.build(folder, seed=1, sft=1500, rl=60, heldout=40)
+    data.build(folder, seed=1, sft=800, rl=60, heldout=40)
     return folder
 
 
@@ -69,7 +69,7 @@ def test_on_the_generators_inputs_optimal_programs_are_of_their_class(problem):
 
 
 def test_the_files_are_the_same_every_time_and_share_no_prompt(folder, tmp_path):
-    data.build(tmp_path, seed=1, sft=1500, rl=60, heldout=40)
+    data.build(tmp_path, seed=1, sft=800, rl=60, heldout=40)
     for name in ("sft.jsonl", "rl.jsonl", "heldout.jsonl"):
         assert (folder / name).read_text() == (tmp_path / name).read_text()
     problems = Counter(row["prompt"] for name in ("rl", "heldout") for row in rows(folder / f"{name}.jsonl"))
