@@ -35,24 +35,27 @@ class Names(dict):
 
 
 class Rewrite(ast.NodeTransformer):
-    """`assert a == b` shows both sides; the arguments of a call whose result nobody reads take over changes made to them."""
+    """`assert a == b` shows both sides; the arguments of a call whose result nobody reads take over changes made to them.
+
+    That is for the call alone: inside of a `check(candidate)` a program must not empty the list that it is compared with.
+    """
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         test = node.test
         if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)) or node.msg:
             return node
         sides = ast.Tuple([test.left, test.comparators[0]], ast.Load())
-        keep = ast.Assign([ast.Name("__sides", ast.Store())], sides)
-        equal = ast.parse("__sides[0] == __sides[1]", mode="eval").body
-        checked = ast.Assert(equal, ast.parse("__shown(*__sides)", mode="eval").body)
+        keep = ast.Assign([ast.Name("__sides__", ast.Store())], sides)
+        equal = ast.parse("__sides__[0] == __sides__[1]", mode="eval").body
+        checked = ast.Assert(equal, ast.parse("__shown__(*__sides__)", mode="eval").body)
         return [ast.fix_missing_locations(ast.copy_location(one, node)) for one in (keep, checked)]
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         self.generic_visit(node)
         if not isinstance(node.value, ast.Call):
             return node
-        on, off = (ast.parse(f"__peer.keep_changes = {value}").body for value in (True, False))
-        return ast.fix_missing_locations(ast.copy_location(ast.Try([*on, node], [], [], off), node))
+        node.value.func = ast.Call(ast.Name("__changing__", ast.Load()), [node.value.func], [])
+        return ast.fix_missing_locations(node)
 
 
 def shown(found: object, expected: object) -> str:
@@ -84,7 +87,7 @@ def judge(peer: Peer, task: dict) -> dict:
         names, code = Names(peer, modules_in(tree)), compile(Rewrite().visit(tree), "test.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return {"verdict": "broken", "detail": f"{type(error).__name__}: {error}"}
-    names.update(__peer=peer, __shown=shown)
+    names.update(__changing__=peer.changing, __shown__=shown)  # such names are the same within classes
     try:
         entry = peer.ask("find", task["entry"]) if task["entry"] else None
         if entry is not None:

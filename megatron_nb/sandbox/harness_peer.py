@@ -19,7 +19,7 @@ OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv",
 ASKED = {  # of the program's objects
     **{name: getattr(operator, name) for name in (*OPERATORS, "neg")},
     **dict(attr=getattr, set=setattr, item=operator.getitem, put=operator.setitem, drop=operator.delitem),
-    **dict(iter=iter, next=next, len=len, bool=bool, str=str, repr=repr),
+    **dict(iter=iter, next=next, len=len, bool=bool, str=str, repr=repr, isinstance=isinstance),
 }
 SHARED = ("call", "iter", "next")  # of what the test passed
 
@@ -35,39 +35,42 @@ class Ended(Exception):
 class Remote:
     """An object that stayed in the other sandbox."""
 
-    __slots__ = ("_id", "_kind", "_peer")
+    __slots__ = ("_remote_id", "_remote_kind", "_remote_peer")  # names that no program uses: all others are the object's own
 
     def __init__(self, peer: Peer, number: int, kind: str) -> None:
-        for name, value in (("_id", number), ("_kind", kind), ("_peer", peer)):
+        for name, value in (("_remote_id", number), ("_remote_kind", kind), ("_remote_peer", peer)):
             object.__setattr__(self, name, value)
 
     def __call__(self, *args, **kwargs):
-        return self._peer.ask("call", self, *args, **kwargs)
+        return self._remote_peer.ask("call", self, *args, **kwargs)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
-            raise AttributeError(f"{self._kind!r} object: {name} stays in the program's sandbox")
-        return self._peer.ask("attr", self, name)
+            raise AttributeError(f"{self._remote_kind!r} object: {name} stays in the program's sandbox")
+        return self._remote_peer.ask("attr", self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        self._peer.ask("set", self, name, value)
+        self._remote_peer.ask("set", self, name, value)
 
     def __str__(self) -> str:
-        return str(self._peer.ask("str", self))
+        return str(self._remote_peer.ask("str", self))
 
     def __repr__(self) -> str:
-        return str(self._peer.ask("repr", self))
+        return str(self._remote_peer.ask("repr", self))
 
     def __bool__(self) -> bool:
-        return bool(self._peer.ask("bool", self))
+        return bool(self._remote_peer.ask("bool", self))
 
     def __hash__(self) -> int:
-        return hash(self._id)
+        return hash(self._remote_id)
+
+    def __instancecheck__(self, one: object) -> bool:
+        return type(one) is Remote and bool(self._remote_peer.ask("isinstance", one, self))
 
 
 def _forwarded(name: str):
     def ask(self, *args):
-        return self._peer.ask(name, self, *args)
+        return self._remote_peer.ask(name, self, *args)
 
     return ask
 
@@ -76,7 +79,7 @@ def _operator(name: str):
     def apply(self, other):
         if type(other) is not Remote:
             return NotImplemented
-        return self._peer.ask(name, self, other)
+        return self._remote_peer.ask(name, self, other)
 
     return apply
 
@@ -98,11 +101,12 @@ class Peer:
         self.errors: dict[tuple[str, ...], type] = {}  # classes of exceptions, by the names of their ancestors
         self.raised: BaseException | None = None  # the last one that came from the other side
         self.uses = 0  # of the other side: all but names that turned out to be references
-        self.keep_changes = False  # lists and dicts that were passed take over what the function made of them
+        self.keep_changes = False  # in the next call: lists and dicts that are passed take over what the function made of them
 
     def ask(self, what: str, on: object, *args, **kwargs) -> object:
         """The other side's answer; raises what it raised there."""
         kept = [i for i, one in enumerate(args) if type(one) in (list, dict, set)] if self.keep_changes else []
+        self.keep_changes = False
         self.send({"ask": what, "on": on, "args": list(args), "kwargs": kwargs, "kept": kept})
         try:
             answer = self.serve()
@@ -113,6 +117,8 @@ class Peer:
             if "raise" not in answer:
                 return answer["value"]
             kind = self.error_class(answer["raise"])
+            if issubclass(kind, StopIteration) and what != "next":
+                kind = RuntimeError  # it would end a loop of the test as if all had been well, as in all(map(...))
             error = kind.__new__(kind, *answer["args"])
         except (Ended, MemoryError):
             raise
@@ -120,6 +126,17 @@ class Peer:
             error = RuntimeError(f"the program wrote into the judge's channel: {type(cause).__name__}: {cause}")
         self.raised = error
         raise error
+
+    def changing(self, function: object) -> object:
+        """The same, but what it changes of its arguments is taken over."""
+        if type(function) is not Remote:
+            return function
+
+        def call(*args, **kwargs):
+            self.keep_changes = True
+            return function(*args, **kwargs)
+
+        return call
 
     def serve(self) -> dict:
         """Answers what the other side asks until it answers; raises Ended at its end."""
@@ -158,7 +175,7 @@ class Peer:
     def refer(self, value: object) -> dict:
         """An object that is no data, as a reference."""
         if type(value) is Remote:
-            return {"!yours": value._id}
+            return {"!yours": value._remote_id}
         if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
             return {"!builtin": value.__name__}
         if isinstance(value, type) and issubclass(value, BaseException):

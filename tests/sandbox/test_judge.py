@@ -172,6 +172,15 @@ def total(values): return sum(values)
         ("add(1)\nraise SystemExit(0)", "wrong answer", "SystemExit"),
         ("assert True", "infrastructure", "never used"),
         ("assert add(1) = 3", "infrastructure", "SyntaxError"),
+        ("class T:\n    def run(self):\n        print(add(1))\n        assert add(1) == 3\nT().run()", "accepted", ""),
+        ("class T:\n    def run(self): assert add(1) == 4\nT().run()", "wrong answer", "expected 4, found 3"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(add(1), 3)\n"
+         "result = unittest.TestResult()\nT('test').run(result)\nassert result.wasSuccessful(), result.errors", "accepted", ""),
+        ("class T:\n    def run(self):\n        values = [1, 3]\n        sort_in_place(values)\n"
+         "        assert values == [3, 1]\nT().run()", "accepted", ""),
+        ("s = Stack()\nassert isinstance(s, Stack) and not isinstance(3, Stack) and not isinstance(count(), Stack)",
+         "accepted", ""),
+        ("s = Stack()\ns._id = 3\ns._peer = 4\nassert (s._id, s._peer) == (3, 4)", "accepted", ""),
         ("undefined.attribute", "runtime error", "undefined"),
         ("assert number == 7 and whole('3') == 3", "accepted", ""),  # a value and a builtin, neither of which is called there
         ("number(3)", "wrong answer", "not callable"),

@@ -185,10 +185,26 @@ def test_a_flooded_channel_ends_by_a_limit(shared_judge, body, verdicts, kind):
     assert found.verdict in verdicts, found
 
 
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("def f(x): raise StopIteration", f"assert all(map(lambda x: f(x) == {SECRET}, [1, 2, 3]))"),
+        ("def f(x): raise StopIteration", f"for one in map(f, [1, 2]): assert one == {SECRET}"),
+        ("def f(x): x.clear(); return []", "def test():\n    x = [3, 1]\n    assert f(x) == sorted(x)\ntest()"),
+        ("def f(x): x.clear(); return []", "def check(c):\n    x = [3, 1]\n    assert c(x) == sorted(x)\ncheck(f)"),
+        ("def f(x): x.clear(); return []", "x = [3, 1]\nprint(f(x))\nassert f(x) == sorted(x)"),
+        ("def f(x): x.clear(); return 1", "def g(x): return x\nx = [3, 1]\ng(f(x))\nassert x == []"),
+    ],
+)  # fmt: skip
+def test_a_program_cannot_take_the_question_out_of_a_test(shared_judge, source, code):
+    found = verdict(shared_judge, source, Test(code=code))
+    assert found.verdict in ("wrong answer", "runtime error"), found
+
+
 def test_a_program_cannot_use_what_a_test_passes_it_to_look_into_the_test(shared_judge):
     peek = """
 def f(g):
-    to = g._peer.ask
+    to = g._remote_peer.ask
     for ask in (lambda: g.__globals__, lambda: g.__code__.co_consts, lambda: g.gi_frame, lambda: to('attr', g, '__globals__'),
                 lambda: to('attr', g, '__code__'), lambda: to('find', 'secret'), lambda: to('str', g),
                 lambda: to('call', type, 'X', (), {'__call__': print, '__eq__': print})):
