@@ -16,7 +16,6 @@ Read from the prompt's data: tests, language, time_limit_s, memory_limit_mb, fun
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +34,6 @@ from megatron_nb.sandbox.tests import Test
 
 TAGS = {"python": ("", "python", "python3", "py"), "cpp": ("", "cpp", "c++", "cc", "cxx")}  # of a code block, by language
 UNKNOWN = "unknown"
-
-log = logging.getLogger(__name__)
 
 
 def code_block(answer: str, language: str) -> tuple[str, str]:
