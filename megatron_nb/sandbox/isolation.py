@@ -77,6 +77,8 @@ class Server:
         self.process, self.inner, self.over = None, -1, False
         try:
             self._start(jobs, control, started, join)
+            for end in (jobs, control):
+                end.close()  # else a server that dies would not be noticed
             defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
             walls = {"isolated": self.isolated, "two_users": self.two_users, "filter": program().hex() if self.isolated else ""}
             self.control.send(json.dumps(walls | defaults).encode())
@@ -89,7 +91,9 @@ class Server:
             self.close()
             raise IsolationMissing(f"{error}: {said}; {REMEDY}") from error
         finally:
-            for descriptor in (jobs.detach(), control.detach(), *started):
+            for end in (jobs, control):
+                end.close()
+            for descriptor in started:
                 os.close(descriptor)
 
     def _start(self, jobs: socket.socket, control: socket.socket, opened: list[int], join) -> None:

@@ -13,12 +13,13 @@ import struct
 X86, ARM = 0xC000003E, 0xC00000B7  # AUDIT_ARCH_X86_64, AUDIT_ARCH_AARCH64
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, (16, 24)  # offsets in struct seccomp_data; low words of the arguments
+NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, (16, 24, 32, 40)  # offsets in struct seccomp_data; low words of the arguments
 NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 UNIX_FAMILY, TIOCSTI, TIOCLINUX = 1, 0x5412, 0x541C
+MAP_HUGETLB = 0x40000  # pages that a memory group does not count
 
 # name -> (x86_64, aarch64); None: the architecture has no such call
-CHECKED = {"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "ioctl": (16, 29)}
+CHECKED = {"clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "ioctl": (16, 29), "mmap": (9, 222)}
 DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes' memory and descriptors
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -71,6 +72,7 @@ def program(machine: str | None = None) -> bytes:
         (EQUAL, number["clone"], "clone", ""),
         (EQUAL, number["socketpair"], "socketpair", ""),
         (EQUAL, number["ioctl"], "ioctl", ""),
+        (EQUAL, number["mmap"], "mmap", ""),
     ]
     code += [(EQUAL, numbers[column], "deny", "") for numbers in DENIED.values() if numbers[column] is not None]
     blocks = {
@@ -78,6 +80,7 @@ def program(machine: str | None = None) -> bytes:
         "clone": [(LOAD, ARGUMENT[0], "", ""), (ANY_BIT, NAMESPACES, "deny", "permit")],
         "socketpair": [(LOAD, ARGUMENT[0], "", ""), (EQUAL, UNIX_FAMILY, "permit", "deny")],
         "ioctl": [(LOAD, ARGUMENT[1], "", ""), (EQUAL, TIOCSTI, "deny", ""), (EQUAL, TIOCLINUX, "deny", "permit")],
+        "mmap": [(LOAD, ARGUMENT[3], "", ""), (ANY_BIT, MAP_HUGETLB, "deny", "permit")],
         "permit": [(RETURN, ALLOW, "", "")],
         "deny": [(RETURN, ERRNO | errno.EPERM, "", "")],
         "missing": [(RETURN, ERRNO | errno.ENOSYS, "", "")],

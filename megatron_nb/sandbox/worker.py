@@ -21,6 +21,8 @@ NUMBERS = itertools.count()
 CORES = os.cpu_count() or 1
 IDLE_PROCESSES = 3  # bubblewrap, the server, and the run's process 1, which are no program's
 TAIL = 8192  # bytes of stderr kept
+LEAST_MB = 16  # of memory, for the fork to begin at all
+STDERR_FREE = 4 << 20  # bytes read without delay
 GRACE_S = 0.5  # from the order to kill a run to giving up on its worker
 LOOK_S = 0.002  # the least time between two looks
 SETTLE_S = 0.2
@@ -48,6 +50,7 @@ class Watch:
     verdict: tuple[str, str] | None = None  # status and detail of the bound it broke
     peak_bytes: int = 0
     stdout: bytearray = field(default_factory=bytearray)
+    stderr_bytes: int = 0
     stderr: bytearray = field(default_factory=bytearray)
 
 
@@ -106,7 +109,8 @@ class Worker:
         server, self.number = self.server, self.number + 1
         watch = Watch(job, self.number)
         if self.group:
-            self.group.limit(self.idle_memory + (job.limits.memory_mb << 20), IDLE_PROCESSES + job.limits.processes)
+            memory = max(job.limits.memory_mb, LEAST_MB) << 20
+            self.group.limit(self.idle_memory + memory, IDLE_PROCESSES + job.limits.processes)
             watch.cpu_before, watch.kills_before = self.group.cpu_s(), self.group.kills()
             watch.memory_before = self._settled()
             self.group.reset_peak()
@@ -180,6 +184,9 @@ class Worker:
         """Read what has come; False at the end of the stream."""
         data = os.read(descriptor, 1 << 16)
         if not is_stdout:
+            watch.stderr_bytes += len(data)
+            if watch.stderr_bytes > STDERR_FREE:
+                time.sleep(LOOK_S)  # a flood that nobody keeps must not take this process's time
             watch.stderr += data
             del watch.stderr[:-TAIL]
             return bool(data)

@@ -158,6 +158,13 @@ import stat
 attempt('mknod', lambda: os.mknod('/tmp/disk', stat.S_IFBLK | 0o666, os.makedev(254, 0)))
 for name in os.listdir('/dev'):
     if name not in 'null zero full random urandom fd stdin stdout stderr'.split(): breach(name)"""),
+    Attack("a mark on a device", """
+attempt('times', lambda: os.utime('/dev/null', (1, 1))); attempt('times', lambda: os.utime('/dev/null'))
+attempt('mode', lambda: os.chmod('/dev/null', 0o600))
+open('/dev/null', 'w').write('x')"""),
+    Attack("huge pages", """
+import mmap
+attempt('huge', lambda: mmap.mmap(-1, 1 << 21, flags=0x40022))"""),
     Attack("terminal", "import fcntl\nfor fd in (0, 1, 2):\n attempt('TIOCSTI', lambda: fcntl.ioctl(fd, 0x5412, b'x'))"),
     Attack("core dump", "ctypes.string_at(0)", ("runtime error",)),
     Attack("setuid program", """
@@ -222,6 +229,7 @@ for number in range(1, 32):
     try: os.kill(1, number)
     except OSError: pass
 time.sleep(0.01); print('alive')"""),
+    Attack("kill the group", "os.kill(0, 9)", ("runtime error",)),
     Attack("kill the parent",
            "for target in (os.getppid(), -os.getpgrp()):\n try: os.kill(target, 15)\n except OSError: pass",
            ("ok", "runtime error")),
