@@ -48,7 +48,8 @@ async def measure(pool: Pool, programs: list[Labelled], rounds: int, seed: int) 
             walls.append(time.monotonic() - began)
             found.append((program.name, program.truth, answer.complexity))
             if answer.complexity != program.truth:
-                print(f"round {round_ + 1} {program.name}: {program.truth}, found {answer.complexity} ({answer.reason})", flush=True)
+                missed = f"{program.name}: {program.truth}, found {answer.complexity} ({answer.reason})"
+                print(f"round {round_ + 1} {missed}", flush=True)
         print(f"round {round_ + 1}: {len(programs)} programs, {statistics.median(walls):.2f} s a program (median)", flush=True)
     print(f"seconds a program by the clock: median {statistics.median(walls):.2f}, largest {max(walls):.2f}")
     return found

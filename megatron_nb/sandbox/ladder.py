@@ -95,6 +95,7 @@ def dominant(text: str, constraints: Mapping[str, float]) -> str | None:
     plain = re.sub(r"\s+", " ", str(text).strip().lower().translate(RENAMED)).strip(" .")
     plain = re.sub(r"\bn(\d)\b", r"n^\1", plain.replace("**", "^").replace("theta", "o"))
     plain = re.sub(r"\^ ?\( ?(\d+(?:\.\d+)?) ?(?:/ ?(\d+) ?)?\)", lambda m: f"^{float(m[1]) / float(m[2] or 1)}", plain)
+    plain = re.sub(r"(log|lg) ?_ ?\(?(\d+|e)\)?", r"\1 ", plain)
     bare = plain
     while match := re.fullmatch(r"(?:time complexity:? ?)?(?:o|θ|ω) ?\((.*)\)", plain):
         plain = match[1].strip()

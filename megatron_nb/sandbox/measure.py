@@ -101,7 +101,7 @@ class Driver:
                 call()
             return json.dumps([counter.units[0], counter.digits[0], loaded]).encode()
 
-        return Child(work, self.cap, self.memory)
+        return Child(work, 1.6 * self.cap, self.memory)
 
     def time(self, made, run: bool = True) -> Child:
         def work():
@@ -202,7 +202,9 @@ class Driver:
                 following = 2 * start if n < start * 2 else 2 * n
             else:
                 following = n * (4 if n > 20_000 and step < 0.75 else 2)
-            why = "cap" if child.cpu * (following / n) ** (step + 0.3) > 1.2 * self.cap else ""
+            room = (1.4 * self.cap / child.cpu) ** (1 / (step + 0.3))  # the factor of n that the cap leaves
+            why = "cap" if room < min(1.2, following / n) else ""
+            following = max(n + 1, min(following, round(n * room)))
             why = why or ("budget" if spent() > until or time.monotonic() > end else "generator" if make_s > MAKE_CAP_S else "")
             if why or following > LARGEST:
                 return self._end("count", why or "size", following, points)
@@ -219,9 +221,9 @@ class Driver:
 
     def cpus(self, points: list, base: float, until: float, end: float) -> None:
         """CPU times, from sizes where they can be told from the start of a process, up to the cap."""
-        ratio = min(16.0, 3.0 ** (1 / max(_exponent(points), 0.3)))  # each about three times the cost of the last
+        ratio = min(4.0, 3.0 ** (1 / max(_exponent(points), 0.3)))  # each about three times the cost of the last
         n = next((n for n, _, _ in points if all(cpu > base + 0.0012 for size, _, cpu in points if size >= n)), points[-3][0])
-        timed = 0
+        timed, shrunk = [], 0
         while True:
             try:
                 made, make_s = self.make(n)
@@ -235,8 +237,9 @@ class Driver:
             best, wanted = math.inf, 4
             while wanted > 0:
                 child = self.time(made)
-                if child.status == "cap" and not timed and n > points[0][0]:
-                    n = max(points[0][0], n >> 4)  # heavier than it was while it was counted: begin lower
+                if child.status == "cap" and len(timed) < 3 and shrunk < 4:  # heavier than its counts: smaller steps
+                    shrunk, ratio = shrunk + 1, max(1.2, math.sqrt(ratio)) if timed else ratio
+                    n = max(timed[-1] + 1, round(timed[-1] * ratio)) if timed else max(points[0][0], n >> 4)
                     break
                 if child.status != "ok":
                     self._end("cpu", child.status, n, points)
@@ -245,7 +248,7 @@ class Driver:
                 wanted -= 1 if best < idle + 0.01 else 2 if best < idle + 0.1 * self.budget else 4
             if best == math.inf:
                 continue
-            timed += 1
+            timed.append(n)
             say(cpu=n, s=max(best - idle, 0.0), make=make_s)
             n, rest = max(n + 1, round(n * ratio)), (until - spent()) * (time.monotonic() < end)
             if (best - idle) * 3 > min(2 * self.cap, rest) or rest <= 0 or n > LARGEST:

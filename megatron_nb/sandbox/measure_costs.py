@@ -28,7 +28,7 @@ DRIVER = "harness"  # the file name that the modules sent into the sandbox are c
 SIZED = (list, tuple, str, bytes, bytearray, dict, set, frozenset, collections.deque, range, type({}.keys()), type({}.values()),
          type({}.items()))  # fmt: skip
 UNTOUCHED = {"super", "locals", "globals", "vars", "dir", "eval", "exec", "print", "input", "isinstance", "len", "range", "ord",
-             "chr", "iter", "next", "type", "id", "abs", "enumerate", "zip", "map", "filter", "reversed"}  # fmt: skip
+             "chr", "iter", "next", "type", "id", "abs", "enumerate", "zip", "reversed"}  # fmt: skip
 LONG = 1 << 192  # integers beyond it are long
 BINARY = {ast.Add: "add", ast.Mult: "mult", ast.Sub: "sub", ast.Pow: "pow_", ast.LShift: "lshift", ast.RShift: "rshift",
           ast.BitOr: "or_", ast.BitAnd: "and_", ast.BitXor: "xor"}  # fmt: skip
@@ -61,7 +61,9 @@ FREE = lambda a, r: 0  # noqa: E731
 READS = lambda a, r: size(a[0]) if a else 0  # noqa: E731
 READS_ALL = lambda a, r: sum(map(size, a))  # noqa: E731
 MAKES = lambda a, r: size(r)  # noqa: E731
+FROM = lambda a, r: (size(a[0]) if a else 0) + size(r)  # noqa: E731  (a set of few letters is made of a long text)
 FUNCTIONS = {
+    **dict.fromkeys([map, filter], FREE),
     **dict.fromkeys([divmod, round, bool, float, callable, hash, getattr, setattr, hasattr, issubclass, object, slice, complex,
                      math.sqrt, math.isqrt, math.floor, math.ceil, math.log2, math.log, math.fabs, property, staticmethod,
                      classmethod, functools.lru_cache, functools.cache, functools.partial, functools.cmp_to_key, open,
@@ -71,7 +73,7 @@ FUNCTIONS = {
                      itertools.takewhile, itertools.dropwhile, itertools.pairwise, itertools.compress,
                      itertools.chain.from_iterable, operator.getitem, operator.itemgetter, operator.attrgetter, operator.add,
                      operator.mul], FREE),
-    **dict.fromkeys([list, tuple, set, frozenset, dict, bytes, bytearray, collections.deque, collections.Counter], MAKES),
+    **dict.fromkeys([list, tuple, set, frozenset, dict, bytes, bytearray, collections.deque, collections.Counter], FROM),
     **dict.fromkeys([max, min], lambda a, r: first_or_all(a)),
     **dict.fromkeys([any, all, math.prod, functools.reduce], lambda a, r: max(map(size, a), default=0)),
     sum: lambda a, r: size(a[0]) * (1 + size(r) // 2),  # lists are summed in quadratic time
@@ -168,6 +170,10 @@ class Counter:
 
         def call(f, *args, **named):
             kind = type(f)
+            if type(named.get("key")) is BuiltinFunctionType:  # called by the interpreter, out of our sight
+                named["key"] = functools.partial(call, named["key"])
+            if (f is map or f is filter) and type(args[0]) is BuiltinFunctionType:
+                return f(functools.partial(call, args[0]), *args[1:])
             if kind is FunctionType or kind is MethodType:
                 rule = FUNCTIONS.get(f) if kind is FunctionType else None
                 if rule is None:

@@ -34,6 +34,7 @@ POOR = 0.12  # relative error beyond which no class was found
 SHARE = 0.06  # of the cost at the largest size that the class's own term must make up
 CLEAR = 0.2  # confidence below which two classes fit alike
 NARROW = 4.0  # the sizes must span at least this factor
+MOST_TAKEN = 0.5  # a negative lower term may take away this much of the class's own term at the largest size
 SLACK = 1.6  # a lower class may leave this many times what the best one leaves
 
 
@@ -57,7 +58,7 @@ def fit(points: Sequence[tuple[float, float]], noise: float = 0.0) -> Fit:
         return steep
     if points[-1][0] < NARROW * points[0][0]:
         return Fit(None, math.inf, 0.0, f"the sizes from {points[0][0]} to {points[-1][0]} are too near to each other")
-    used, floor = _spread(points), max(FLOOR, noise)
+    used, floor = _spread(points), max(FLOOR, noise / 2)
     costs = [c for _, c in used]
     if max(costs) - min(costs) <= 1.0:
         return Fit("1", 0.0, 1.0)
@@ -118,6 +119,8 @@ def _solve(points: Sequence[tuple[float, float]], names: Sequence[str]) -> tuple
     right = [sum(r[i] * w for r, w in zip(rows, weights)) for i in range(size)]
     found = _gauss(matrix, right)
     if found is None:
+        return math.inf, 0.0
+    if len(found) > 2 and found[2] < -MOST_TAKEN * found[1]:
         return math.inf, 0.0
     left = sum((sum(x * y for x, y in zip(r, found)) - w) ** 2 for r, w in zip(rows, weights))
     return math.sqrt(left / sum(w * w for w in weights)), found[1] / points[-1][1]
