@@ -1,6 +1,6 @@
 """Measures the complexity witness on labelled programs while another core is busy.
 
-    python tools/bench_complexity.py [--half unseen|tuning|both] [--rounds 3] [--only NAME ...] [--out runs/bench-complexity]
+    python tools/bench_complexity.py [--half fresh|unseen|tuning] [--rounds 3] [--only NAME ...] [--out runs/bench-complexity]
 
 Every program of tools/complexity_programs is estimated `rounds` times, each with fresh sizes and inputs, while a process of
 this bench keeps one core busy. Prints every miss with its reason, then exact and within-one-rank shares of the answers that
@@ -25,9 +25,9 @@ from megatron_nb.run import write_summary  # noqa: E402
 from megatron_nb.sandbox.complexity import estimate  # noqa: E402
 from megatron_nb.sandbox.ladder import UNKNOWN, rank  # noqa: E402
 from megatron_nb.sandbox.pool import Pool  # noqa: E402
-from tools.complexity_programs import Labelled, tuning, unseen  # noqa: E402
+from tools.complexity_programs import Labelled, fresh, tuning, unseen  # noqa: E402
 
-HALVES = {"tuning": tuning.PROGRAMS, "unseen": unseen.PROGRAMS, "both": tuning.PROGRAMS + unseen.PROGRAMS}
+HALVES = {"tuning": tuning.PROGRAMS, "unseen": unseen.PROGRAMS, "fresh": fresh.PROGRAMS}
 
 
 def keep_busy() -> None:
@@ -75,7 +75,7 @@ def report(found: list[tuple[str, str, str]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=HALVES, default="unseen")
+    parser.add_argument("--half", choices=HALVES, default="fresh")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[], help="names of programs")
     parser.add_argument("--seed", type=int, default=1)
