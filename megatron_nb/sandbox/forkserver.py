@@ -1,7 +1,6 @@
 """The server inside the isolation: a clean fork of a warm interpreter for every program.
 
 Run as a script; imports nothing of ours.
-
 Two sockets come from outside. `jobs`: the forked child itself receives its job there, so the server never holds a program,
 its input, or anything else that a later program could find in its own memory. `control`: children say that they start,
 the server says how they ended, and is told which run to kill; its end of file ends everything.
@@ -34,7 +33,7 @@ import time
 import traceback
 import types
 
-# what programs usually import and the standard library needs for what follows, loaded once for all
+# what programs usually import, loaded once for all
 USUAL = [
     "abc", "array", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions",
     "functools", "heapq", "itertools", "math", "operator", "queue", "re", "statistics", "string", "typing", "weakref",
@@ -75,7 +74,7 @@ def serve(jobs: socket.socket, control: socket.socket, config: dict) -> tuple[di
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     while True:
         number += 1
-        folder = "/tmp" if isolated else tempfile.mkdtemp(prefix="sandbox-", dir=config["folder"])
+        folder = "/tmp" if isolated else tempfile.mkdtemp(dir=config["folder"])
         first = 0
         if isolated:
             check(libc.unshare(NEWPID), "unshare")  # the next fork is process 1 of a new table, the one after it process 2
@@ -90,7 +89,7 @@ def serve(jobs: socket.socket, control: socket.socket, config: dict) -> tuple[di
                 os._exit(1)
         if isolated:
             check(libc.setns(own, NEWPID), "setns")
-        watch(control, number, child, first)
+        watch(control, number, child, first, config["folder"])
         if not isolated:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,7 +105,7 @@ def stand() -> int:
     return pid
 
 
-def watch(control: socket.socket, number: int, child: int, first: int) -> None:
+def watch(control: socket.socket, number: int, child: int, first: int, folders: str) -> None:
     """Wait for the end of a run, kill what is left of it, and report; exit when the outside is gone."""
     exited = os.pidfd_open(child)
     poll = select.poll()
@@ -121,6 +120,7 @@ def watch(control: socket.socket, number: int, child: int, first: int) -> None:
                 os.kill(first or child, signal.SIGKILL)
                 if not first:
                     kill_orphans(child)
+                    shutil.rmtree(folders, ignore_errors=True)
                 os._exit(0)
             if struct.unpack("<Q", order)[0] == number:  # else it came too late, for a run that has ended
                 os.kill(first or child, signal.SIGKILL)

@@ -73,13 +73,14 @@ class Server:
         self.complaints = os.memfd_create("stderr")
         self.isolated = isolation == "bubblewrap"
         self.two_users = self.isolated and os.geteuid() == 0 and _mapped(PAYLOAD_USER)
+        self.folder = "" if self.isolated else tempfile.mkdtemp(prefix=f"sandbox-{os.getpid()}-")
         started: list[int] = []
         self.process, self.inner, self.over = None, -1, False
         try:
             self._start(jobs, control, started, join)
             for end in (jobs, control):
                 end.close()  # else a server that dies would not be noticed
-            defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": tempfile.gettempdir()}
+            defaults = {"disk_mb": Limits.disk_mb, "files": Limits.files, "folder": self.folder}
             walls = {"isolated": self.isolated, "two_users": self.two_users, "filter": program().hex() if self.isolated else ""}
             self.control.send(json.dumps(walls | defaults).encode())
             self.control.settimeout(START_S)
@@ -163,6 +164,8 @@ class Server:
     def close(self) -> None:
         self.kill()
         os.close(self.complaints)
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _mapped(user: int) -> bool:

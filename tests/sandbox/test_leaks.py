@@ -36,7 +36,7 @@ def state(pool: Pool) -> dict[str, int]:
         "descriptors of the servers": max(len(os.listdir(f"/proc/{pid}/fd")) for pid in servers),
         "processes": len(inside),
         "groups": sum(len(list(parent.glob(name))) for parent in groups),
-        "files": len([entry for entry in os.listdir(tempfile.gettempdir()) if entry.startswith("sandbox-")]),
+        "files": len([entry for entry in os.listdir(tempfile.gettempdir()) if entry.startswith(f"sandbox-{os.getpid()}-")]),
         "KiB here": resident(os.getpid()),
         "KiB of the servers": max(resident(pid) for pid in servers),
         "KiB in the groups": sum(worker.group.memory_bytes() >> 10 for worker in pool._workers if worker.group),
@@ -73,4 +73,5 @@ def test_runs_in_a_row_leave_nothing(runs, isolation):
 
 def state_outside() -> int:
     groups = cgroup.Version1.parents(cgroup.MOUNT) or cgroup.Version2.parents(cgroup.MOUNT) or []
-    return sum(len(list(parent.glob(f"{cgroup.PREFIX}{os.getpid()}-*"))) for parent in groups)
+    folders = [entry for entry in os.listdir(tempfile.gettempdir()) if entry.startswith(f"sandbox-{os.getpid()}-")]
+    return sum(len(list(parent.glob(f"{cgroup.PREFIX}{os.getpid()}-*"))) for parent in groups) + len(folders)
