@@ -175,7 +175,7 @@ def _beside_cpu(found: Fit, counts: list[dict], timed: list[dict], points: list)
     timed = [{**t, "s": min(later["s"] for later in timed[at:])} for at, t in enumerate(timed)]  # noise only adds
     clear = [(t["cpu"], t["s"]) for t in timed if t["s"] >= CLEAR_S]
     lost = [t["cpu"] for t in timed if clear and t["cpu"] < clear[0][0]]
-    if lost:
+    if lost and len(clear) < 3:
         clear.insert(0, (lost[-1], CLEAR_S))  # at most, so growth is not made larger by it
     if name in ("2^n", "n!") or len(clear) < 3:
         return estimate
