@@ -55,7 +55,7 @@ class Size:
     rl_lr: float = 3e-4
 
 
-FAST = Size(sft_rows=3000, rl_prompts=100, heldout_prompts=20, samples=1, sft_steps=80, rl_steps=(3, 3), rl_batch=4)
+FAST = Size(sft_rows=3000, rl_prompts=100, heldout_prompts=20, samples=1, sft_steps=180, rl_steps=(2, 2), rl_batch=4)
 SMOLLM2 = Size(sft_steps=60, rl_steps=(20, 20), rl_batch=4, heldout_prompts=60, sft_lr=2e-4, rl_lr=1e-5)
 
 
