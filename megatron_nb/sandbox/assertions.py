@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
-from megatron_nb.sandbox.execution import Execution, Job, Limits
+from megatron_nb.sandbox.execution import LONGEST_S, Execution, Job, Limits
 from megatron_nb.sandbox.harness import ASSERT, SERVE, last_words
 from megatron_nb.sandbox.harness_program import OUT_OF_TIME
 from megatron_nb.sandbox.harness_wire import decode, encode
@@ -47,14 +47,14 @@ class Assertions:
         enough is "infrastructure", and so is a test that breaks before it uses the program, or never does.
         """
         beside = self.beside or await asyncio.to_thread(self.tests_pool)
-        long = replace(limits, output_bytes=TALK_BYTES, time_s=limits.deadline_s)
+        long = replace(limits, output_bytes=TALK_BYTES, time_s=min(limits.deadline_s, LONGEST_S))
         side = Side(await self.pool.session(Job(SERVE, limits=long)))
         test_side, test_ran, told, used = None, None, None, False
         try:
             loaded = _loaded(await side.ask({"program": program.source, "cpu_s": limits.time_s}))
             if loaded == {"ready": True}:
                 memory_mb = max(limits.memory_mb, TEST_MEMORY_MB)
-                job = Job(ASSERT, limits=replace(long, time_s=2 * long.time_s, memory_mb=memory_mb))
+                job = Job(ASSERT, limits=replace(long, time_s=min(2 * long.time_s, LONGEST_S), memory_mb=memory_mb))
                 test_side = Side(await beside.session(job))
                 try:
                     task = {"code": test.code, "entry": test.entry or program.entry, "cpu_s": limits.time_s}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+LONGEST_S = 86400.0
+MOST_MB = 1 << 30
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one run. They hold for the sum over all processes of the program."""
+    """Bounds of one run. They hold for the sum over all processes of the program. ValueError for what no run can have."""
 
     time_s: float = 10.0  # of CPU, and of the clock without the time spent waiting for a core
     memory_mb: int = 512
@@ -15,6 +18,14 @@ class Limits:
     processes: int = 16
     disk_mb: int = 64  # of /tmp
     files: int = 4096  # inodes of /tmp
+
+    def __post_init__(self) -> None:
+        if isinstance(self.time_s, bool) or not isinstance(self.time_s, (int, float)) or not 0 < self.time_s <= LONGEST_S:
+            raise ValueError(f"time_s={self.time_s!r} must be seconds, above 0 and at most {LONGEST_S:.0f}")
+        for name in ("memory_mb", "disk_mb"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= MOST_MB:
+                raise ValueError(f"{name}={value!r} must be a whole number of MB, above 0 and at most {MOST_MB}")
 
     @property
     def deadline_s(self) -> float:

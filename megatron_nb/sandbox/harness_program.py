@@ -61,7 +61,7 @@ def names_in(code: types.CodeType) -> set[str]:
 def load(source: str) -> types.ModuleType | str:
     """The program as a module, or what the compiler says of it; raises what its top level raises."""
     try:
-        code = compile(source, "program.py", "exec")
+        code = compile(source.removeprefix("\ufeff"), "program.py", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
         return f"{type(error).__name__}: {getattr(error, 'msg', error)}" + (f" (line {line})" if line else "")

@@ -60,6 +60,11 @@ class Judge:
         for at, test in enumerate(tests):
             if test.kind != "stdin" and program.language != "python":
                 raise ValueError(f"test {at} is of kind {test.kind!r}: a program in {program.language} takes stdin/stdout only")
+        size, most = len(program.source.encode("utf-8", "surrogatepass")), limits.disk_mb << 19
+        if size > most:  # half of the disk, which also holds what the program writes
+            told = f"the program has {size} bytes, {most} are allowed"
+            run = tests[:1] if stop_at_first else tests
+            return [Verdict("compile error", detail=told, isolation=self.pool.isolation) for _ in run]
         if stop_at_first:
             verdicts = []
             for test in tests:

@@ -239,6 +239,41 @@ def test_a_broken_checker_is_no_wrong_answer(shared_judge):
         assert verdict == "infrastructure" and "checker" in detail
 
 
+def test_an_output_that_a_checker_cannot_read_is_wrong_also_where_none_is_expected(shared_judge):
+    shouts = "def check(input, output, expected): raise ValueError('x\\nSyntaxError: ' + output)"
+    for source in (CHECK, WHOLE, shouts, "def check(input, output, expected): 1 << int(eval(output))"):
+        ((found, detail),) = judged(shared_judge, "print('garbage')", text("10", None, checker=Checker(source)))
+        assert found == "wrong answer", detail
+    for source in ("def check(input, output, expected) return 1", "import nowhere\n" + CHECK, "print(", "int main() {"):
+        checker = Checker(source, "cpp" if "main" in source else "python")
+        ((found, detail),) = judged(shared_judge, "print(1, 9)", text("10", None, checker=checker))
+        assert found == "infrastructure", detail
+
+
+@pytest.mark.parametrize("test", [text("", "3"), call("f", [], 3), Test(code="assert f() == 3")], ids=["stdin", "call", "code"])
+def test_a_byte_order_mark_and_the_ends_of_lines_of_another_system_change_nothing(shared_judge, test):
+    source = "\ufeffdef f():\r\n    return 3\r\nif __name__ == '__main__':\r\n    print(f())\r\n"
+    assert judged(shared_judge, source, test) == [("accepted", "")]
+
+
+@pytest.mark.parametrize("test", [text("", "3"), call("f", [], 3), Test(code="assert f() == 3")], ids=["stdin", "call", "code"])
+def test_a_program_larger_than_half_the_disk_is_refused_and_nothing_raises(shared_judge, test):
+    limits = Limits(time_s=10.0, memory_mb=256, disk_mb=1)
+    for source in ("#" * (1 << 20), "# " + "\u20ac" * (1 << 18)):  # by its bytes
+        found = judged(shared_judge, source, test, test, limits=limits)
+        assert [verdict for verdict, _ in found] == ["compile error"] * 2 and "bytes" in found[0][1]
+        assert len(judged(shared_judge, source, test, test, limits=limits, stop_at_first=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "bad", [{"time_s": value} for value in (0, -1, float("nan"), float("inf"), 1e12, True, "3", None)]
+    + [{"memory_mb": value} for value in (0, -1, 256.0, 10**18, True, "3", None)],
+)  # fmt: skip
+def test_limits_that_no_run_can_have_are_refused(bad):
+    with pytest.raises(ValueError, match="must be"):
+        Limits(**bad)
+
+
 def test_every_test_is_run_unless_told_otherwise(shared_judge):
     tests = [text("1", "1"), text("2", "0"), text("3", "3"), text("4", "0")]
     found = [verdict for verdict, _ in judged(shared_judge, "print(input())", *tests)]

@@ -99,6 +99,8 @@ BAD = [
     ({"program": "x", "language": "cpp", "tests": [{"code": "x"}]}, "stdin/stdout tests only"),
     ({"program": "x", "tests": [{"stdin": "", "stdout": ""}], "time_limit_s": 0}, "time_limit_s=0 must be a number above 0"),
     ({"program": "x", "tests": [{"stdin": "", "stdout": ""}], "memory_limit_mb": "1"}, "memory_limit_mb='1' must be"),
+    ({"program": "x", "tests": [{"stdin": "", "stdout": ""}], "memory_limit_mb": 0.5}, "memory_mb=0 must be"),
+    ({"program": "x", "tests": [{"stdin": "", "stdout": ""}], "time_limit_s": 1e12}, "time_s=1000000000000.0 must be"),
     ({"id": [1], "program": "x", "tests": [{"stdin": "", "stdout": ""}]}, "must be text or a whole number"),
 ]
 

@@ -153,7 +153,7 @@ def test_a_full_disk_of_the_run_before_does_not_count(pool):
         (Job("", language="java"), "language='java'"),
         (Job("", files=(("../x", b""),)), "file name '../x'"),
         (Job("", files=(("a", b""), ("a", b""))), "file name 'a'"),
-        (Job("", limits=Limits(time_s=0)), "above zero"),
+        (Job("", limits=Limits(processes=0)), "above zero"),
         (Job("", files=(("a", b"x" * (2 << 20)),), limits=Limits(disk_mb=1)), "do not fit the disk"),
     ],
 )
