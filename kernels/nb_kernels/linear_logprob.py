@@ -82,7 +82,8 @@ def linear_logprob(
     ignore_index        such a target gives logprob 0, entropy 0, no gradient and costs nothing: mask what you do not need.
     coefficient         [T], the caller's promise that dLoss/dlogprob = s * coefficient for one scalar s. The torch path then
                         forms the gradients in the forward pass and computes the logits once; the entropy is a metric
-                        without gradient, backward runs once. A broken promise raises in backward.
+                        without gradient, backward runs once. A broken promise raises in backward. Or a function of
+                        (logprob of some rows, an index of these rows): the torch path asks it while their logits exist.
     implementation      "auto" (triton on CUDA, torch elsewhere and for float64), "torch", "triton".
 
     Raises ValueError for shapes, types, devices, layouts and targets that do not fit.
@@ -94,10 +95,11 @@ def linear_logprob(
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if coefficient is None or not learns:
         logprob, ent = _LinearLogprob.apply(hidden, weight, targets, kept, None, entropy, shard, backend)
+    elif backend is linear_logprob_torch:
+        logprob, ent = _OnePass.apply(hidden, weight, targets, kept, coefficient, entropy, shard, backend)
     else:
-        coefficient = coefficient.detach().to(linear_logprob_torch.accumulator(hidden.dtype))
-        function = _OnePass if backend is linear_logprob_torch else _LinearLogprob
-        logprob, ent = function.apply(hidden, weight, targets, kept, coefficient, entropy, shard, backend)
+        promise = None if callable(coefficient) else coefficient.detach().to(linear_logprob_torch.accumulator(hidden.dtype))
+        logprob, ent = _LinearLogprob.apply(hidden, weight, targets, kept, promise, entropy, shard, backend)
     return (logprob, ent) if entropy else logprob
 
 
@@ -131,7 +133,7 @@ def _check_layout(hidden, weight, targets, temperature, coefficient):
             raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}: pass {name}.contiguous()")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature={temperature} must be a finite number above 0")
-    if coefficient is not None and (coefficient.shape != targets.shape or coefficient.device != hidden.device):
+    if isinstance(coefficient, torch.Tensor) and (coefficient.shape != targets.shape or coefficient.device != hidden.device):
         where = f"coefficient {tuple(coefficient.shape)} on {coefficient.device}"
         raise ValueError(f"{where} must be [{len(hidden)}] on {hidden.device}, one per hidden row")
 
@@ -218,9 +220,13 @@ class _OnePass(torch.autograd.Function):
     """With dLoss/dlogprob promised up to a scalar, each chunk's gradients are formed while its logits exist."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, kept, promise, entropy, shard, backend):
+    def forward(ctx, hidden, weight, targets, kept, coefficient, entropy, shard, backend):
+        promise = hidden.new_zeros(len(hidden), dtype=backend.accumulator(hidden.dtype))
+        if isinstance(coefficient, torch.Tensor):
+            promise.copy_(coefficient)
+        law = coefficient if callable(coefficient) else None
         logprob, ent, *ctx.grads = backend.one_pass(
-            hidden, weight, targets, kept, promise, entropy, shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+            hidden, weight, targets, kept, promise, law, entropy, shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         )
         ctx.save_for_backward(kept, promise)
         ctx.set_materialize_grads(False)

@@ -156,10 +156,10 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
     return dhidden, dweight.to(weight.dtype) if want_weight else None
 
 
-def one_pass(hidden, weight, targets, kept, coefficient, entropy, shard, want_hidden, want_weight):
+def one_pass(hidden, weight, targets, kept, coefficient, law, entropy, shard, want_hidden, want_weight):
     """Log-probabilities and gradients for dLoss/dlogprob = coefficient -> (logprob, entropy or None, dhidden, dweight).
 
-    Three matrix products a chunk, which holds all logits of its few rows.
+    Three matrix products a chunk, which holds all logits of its few rows. law: fills `coefficient` from (logprob, rows).
     """
     T, V, dtype = len(hidden), shard.valid, accumulator(hidden.dtype)
     n = max(1, min(T, TOKEN_CHUNK, ONE_PASS_LOGITS // max(V, 1)))
@@ -187,6 +187,8 @@ def one_pass(hidden, weight, targets, kept, coefficient, entropy, shard, want_hi
         whole, total, s, zt = merge(stats, shard.group)
         log_l = total.log()
         logprob[rows] = (zt - whole) - log_l
+        if law is not None:
+            coefficient[rows] = law(logprob[rows], rows).to(dtype)
         if entropy:
             ent[rows] = log_l - s / total
         # z holds p * total (of this shard's maximum): with the target's share off, dz is z * -coefficient / total

@@ -4,13 +4,14 @@ One class serves GRPO, Dr.GRPO, DAPO, GSPO, CISPO, RLOO and REINFORCE++: `credit
 names the rest. Streams: advantage, behaviour_logprob (of the engine), old_logprob (absent: on-policy, the ratio is 1),
 ref_logprob (with `kl`). GSPO's sequence is one training row.
 
-Formed once or twice: the logits are formed once where the gradient is known before the forward pass (`coefficient`): the first
-update on a batch, token ratios, no KL or entropy term, and importance_cap null, since an importance weight needs the
-log-probability itself. Otherwise the backward pass forms them again (8 instead of 6 T V H).
+Formed once or twice: the logits are formed once where a token's gradient is known before the backward pass (`coefficient`):
+the first update on a batch, token ratios, no KL or entropy term. Otherwise, and in the Triton kernels, the backward pass
+forms them again (8 instead of 6 T V H).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -72,13 +73,22 @@ class PolicyGradient:
         self.group = context_group if context_group is not None and context_group.size() > 1 else None
         self.temperature = config.temperature
 
-    def coefficient(self, batch: Batch) -> torch.Tensor | None:
-        """[t] d sum / d logprob where it is known before the forward pass, else None; see the head of the file."""
+    def coefficient(self, batch: Batch) -> torch.Tensor | Callable | None:
+        """[t] d sum / d logprob, or its law (linear_logprob), where it is known before the backward pass; else None."""
         t = self.terms
-        plain = t.ratio == "token" and t.importance_cap is None and t.kl_coefficient == 0 and t.entropy_coefficient == 0
+        plain = t.ratio == "token" and t.kl_coefficient == 0 and t.entropy_coefficient == 0
         if not plain or self.config.old == "behaviour" or "old_logprob" in batch.streams:
             return None
-        return -batch.loss_weight * batch.streams["advantage"]  # ratio 1: inside every clip
+        slope = -batch.loss_weight * batch.streams["advantage"]  # ratio 1: inside every clip
+        if t.importance_cap is None:
+            return slope
+        behaviour = batch.streams["behaviour_logprob"]
+
+        def weighted(logprob: torch.Tensor, rows) -> torch.Tensor:
+            drift = (logprob - behaviour[rows]).clamp(-LIMIT, LIMIT)
+            return slope[rows] * drift.exp().clamp(max=t.importance_cap)
+
+        return weighted
 
     def __call__(
         self, output: tuple[torch.Tensor, torch.Tensor], batch: Batch

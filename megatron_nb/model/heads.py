@@ -20,11 +20,11 @@ IGNORE = -100
 
 @dataclass
 class LogprobRequest:
-    """targets [t], IGNORE where nothing is wanted; coefficient [t] as in linear_logprob; temperature of the policy."""
+    """targets [t], IGNORE where nothing is wanted; coefficient as in linear_logprob; temperature of the policy."""
 
     targets: torch.Tensor
     vocab_size: int
-    coefficient: torch.Tensor | None = None
+    coefficient: torch.Tensor | Callable | None = None
     temperature: float = 1.0
     entropy: bool = False
 

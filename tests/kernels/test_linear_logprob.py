@@ -168,16 +168,24 @@ def test_repeats_are_equal_bit_for_bit(path):
     assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(first, once()))
 
 
+@pytest.mark.parametrize("law", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_formed_in_the_forward_pass_equal_those_of_two_passes(monkeypatch, dtype):
+def test_gradients_formed_in_the_forward_pass_equal_those_of_two_passes(monkeypatch, dtype, law):
     small_chunks(monkeypatch)
     hidden, weight, targets = small(dtype=dtype)
     targets[7] = -100
     coefficient = torch.randn(len(targets), dtype=torch.float64)
     logprob = linear_logprob(hidden, weight, targets, temperature=0.8, vocab_size=299)
+    promise, factor = coefficient, coefficient
+    if law:
+
+        def promise(found, rows):
+            return factor[rows] * found.exp()
+
+        coefficient = factor * logprob.detach().exp()
     expected = (logprob, *gradients([logprob], [3 * coefficient], (hidden, weight)))
     one, entropy = linear_logprob(
-        hidden, weight, targets, temperature=0.8, vocab_size=299, coefficient=coefficient, entropy=True
+        hidden, weight, targets, temperature=0.8, vocab_size=299, coefficient=promise, entropy=True
     )
     assert not entropy.requires_grad
     found = (one, *gradients([one], [3 * coefficient], (hidden, weight)))

@@ -148,22 +148,25 @@ def test_the_bandit_meets_every_clip():
     assert any(q == CAP for *_, q, _ in tokens()) and any(q < CAP for *_, q, _ in tokens())
 
 
+@pytest.mark.parametrize("cap", [None, CAP])
 @pytest.mark.parametrize("name", ["dapo", "dr_grpo", "cispo", "reinforce_pp", "grpo"])
-def test_on_policy_the_coefficient_is_the_gradient(name):
+def test_on_policy_the_coefficient_is_the_gradient(name, cap):
     _, credit_settings, policy_settings = ALGORITHMS[name]
     samples, _ = credit(grouped(*rollouts()), CreditConfig(**credit_settings))
     batch = pack(samples)
-    loss = PolicyGradient(PolicyConfig(importance_cap=None, **policy_settings))
+    loss = PolicyGradient(PolicyConfig(importance_cap=cap, **policy_settings))
     logprob = logp(THETA)[batch.targets].requires_grad_()
     total, _, metrics = loss((logprob, torch.ones_like(logprob)), batch)
     found = torch.autograd.grad(total, logprob)[0]
-    assert torch.equal(found.float(), loss.coefficient(batch)) and found.abs().max() > 0
+    coefficient, every = loss.coefficient(batch), slice(None)
+    expected = coefficient if cap is None else coefficient(logprob.detach(), every).where(batch.loss_weight != 0, 0)
+    assert torch.allclose(found.float(), expected.float(), rtol=1e-6, atol=0) and found.abs().max() > 0
     assert metrics["ratio"] == metrics["tokens"] == 9
 
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(), dict(old="behaviour"), dict(importance_cap=None, ratio="sequence"),
+    [dict(old="behaviour"), dict(importance_cap=None, ratio="sequence"), dict(ratio="sequence"),
      dict(importance_cap=None, kl="k3", kl_coefficient=0.1), dict(importance_cap=None, entropy_coefficient=0.1)],
 )  # fmt: skip
 def test_no_coefficient_where_the_gradient_depends_on_the_log_probs(settings):

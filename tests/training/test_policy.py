@@ -41,16 +41,17 @@ def whole_gradients(policy, samples):
 
 
 # ---------------------------------------------------------------------- logits formed once or twice
-def _once_and_twice():
-    policy = make(dict(importance_cap=None))
+def _once_and_twice(cap):
+    policy = make(dict(importance_cap=cap))
     assert policy.loss.coefficient(policy.packs(rows())[0]) is not None
     once = whole_gradients(policy, rows())
     policy.loss.coefficient = lambda batch: None
     return once, whole_gradients(policy, rows())
 
 
-def test_logits_formed_once_give_the_numbers_of_two_passes(ranks):
-    (loss, metrics, gradient), (loss2, metrics2, gradient2) = ranks.run(1, _once_and_twice)[0]
+@pytest.mark.parametrize("cap", [None, 1.05])
+def test_logits_formed_once_give_the_numbers_of_two_passes(ranks, cap):
+    (loss, metrics, gradient), (loss2, metrics2, gradient2) = ranks.run(1, _once_and_twice, cap)[0]
     assert loss == pytest.approx(loss2, rel=1e-6) and metrics == pytest.approx(metrics2, rel=1e-6)
     assert float((gradient - gradient2).norm() / gradient.norm()) < 1e-6 and metrics["entropy"] > 0
 
