@@ -49,7 +49,7 @@ class Size:
     heldout_prompts: int = 200
     samples: int = 3  # answers to a held-out prompt
     sft_steps: int = 600  # of two packs
-    rl_steps: tuple[int, int] = (18, 36)  # of the stages
+    rl_steps: tuple[int, int] = (14, 40)  # of the stages
     rl_batch: int = 24  # prompts, 8 answers to each
     sft_lr: float = 3e-3
     rl_lr: float = 3e-4
