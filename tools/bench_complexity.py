@@ -1,6 +1,6 @@
 """Measures the complexity witness on labelled programs while another core is busy.
 
-    python tools/bench_complexity.py [--half fresh|unseen|tuning] [--rounds 3] [--only NAME ...] [--out runs/bench-complexity]
+    python tools/bench_complexity.py [--half fresh|unseen|tuning|all] [--rounds 3] [--only NAME ...] [--out runs/bench-complexity]
 
 Every program of tools/complexity_programs is estimated `rounds` times, each with fresh sizes and inputs, while a process of
 this bench keeps one core busy. Prints every miss with its reason, then exact and within-one-rank shares of the answers that
@@ -28,6 +28,7 @@ from megatron_nb.sandbox.pool import Pool  # noqa: E402
 from tools.complexity_programs import Labelled, fresh, tuning, unseen  # noqa: E402
 
 HALVES = {"tuning": tuning.PROGRAMS, "unseen": unseen.PROGRAMS, "fresh": fresh.PROGRAMS}
+HALVES["all"] = [program for half in list(HALVES.values()) for program in half]
 
 
 def keep_busy() -> None:
