@@ -8,15 +8,19 @@
 Among answers with a valid format, one that fails a test scores below every one that passes all: at most
 format + (total - 1) / total, against at least format + 1. c_hat is measured in the sandbox; where a second witness is
 configured and names another class, it is unknown. A c_hat better than c_star is unknown too, and flagged: a table of known
-answers would otherwise earn the most. A judge that fails is never a number: its error makes the rollout invalid.
+answers would otherwise earn the most; so is that of a program which answers otherwise than the reference, where the data has
+one: being wrong on inputs larger than the tests' is quick. A judge that fails is never a number: its error makes the rollout
+invalid.
 
-Read from the prompt's data: tests, language, time_limit_s, memory_limit_mb, function, and for the time part optimal, generator.
+Read from the prompt's data: tests, language, time_limit_s, memory_limit_mb, function, and for the time part optimal, generator,
+reference.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +54,8 @@ def code_block(answer: str, language: str) -> tuple[str, str]:
         return "", f"its code block is marked {tag[:20]!r}, {language} is asked"
     if lines[end].strip() != "```":
         return "", "its code block is never closed"
-    source = "\n".join(lines[start + 1 : end])
+    indent = re.match(" *", lines[start])[0]  # of a block in a list: its lines have it too
+    source = "\n".join(re.sub(f"^ {{0,{len(indent)}}}", "", line) for line in lines[start + 1 : end])
     return (source, "") if source.strip() else ("", "its code block is empty")
 
 
@@ -71,7 +76,8 @@ class Question:
             raise ValueError(f"language={language!r} of the prompt must be one of {', '.join(TAGS)}")
         if not isinstance(rows, list) or not rows:
             raise ValueError(f"the prompt's data needs tests, a list with at least one; it has {', '.join(data) or 'nothing'}")
-        given = {"time_s": data.get("time_limit_s"), "memory_mb": data.get("memory_limit_mb")}
+        memory = data.get("memory_limit_mb")
+        given = {"time_s": data.get("time_limit_s"), "memory_mb": int(memory) if isinstance(memory, float) else memory}
         limits = replace(limits, **{name: value for name, value in given.items() if value is not None})
         return Question(language, [Test.read(row) for row in rows], limits, data.get("function"))
 
@@ -169,7 +175,8 @@ class GatedComplexity(PassRate):
         if (data.get("language") or "python") != "python" or not function or not generator:
             return {}, UNKNOWN, "class unknown: only Python functions with a generator of inputs are measured"
         measured, witnessed = await asyncio.gather(
-            self._measured(source, function, generator), self._witness.complexity(source) if self._witness else _nothing()
+            self._measured(source, function, generator, data.get("reference") or ""),
+            self._witness.complexity(source) if self._witness else _nothing(),
         )  # what fails makes the rollout invalid
         found, told = measured["complexity"], f"class {measured['complexity']} ({measured['reason']})"
         if witnessed is None:
@@ -178,12 +185,12 @@ class GatedComplexity(PassRate):
         flags = {"witnesses_differ": float(agreed == UNKNOWN and UNKNOWN not in (found, witnessed.complexity))}
         return flags, agreed, told if agreed == found else f"class unknown: measured {found}, told {witnessed.complexity}"
 
-    async def _measured(self, source: str, function: str, generator: str) -> dict[str, Any]:
+    async def _measured(self, source: str, function: str, generator: str, reference: str) -> dict[str, Any]:
         """What was measured of this program: once for all that differ in comments and layout alone."""
         plain = without_claims(source)
-        key = self._estimates.key(plain, function, generator)
+        key = self._estimates.key(plain, function, generator, reference)
         if key not in self._estimates:
-            self._estimates.add(key, await self._judge.complexity(plain, function, generator))
+            self._estimates.add(key, await self._judge.complexity(plain, function, generator, reference))
         return self._estimates[key]
 
 

@@ -23,8 +23,8 @@ class Estimates:
             self._found[row.pop("key")] = row
 
     @staticmethod
-    def key(source: str, function: str, generator: str) -> str:
-        return hashlib.sha256("\0".join((source, function, generator)).encode()).hexdigest()[:32]
+    def key(*question: str) -> str:
+        return hashlib.sha256("\0".join(question).encode()).hexdigest()[:32]
 
     def __contains__(self, key: str) -> bool:
         return key in self._found

@@ -39,6 +39,7 @@ class FakeJudge:
     found: object = "n"  # a class, or an exception
     programs: list = field(default_factory=list)
     measured: list = field(default_factory=list)
+    references: list = field(default_factory=list)
 
     def __call__(self, config):
         return self
@@ -49,8 +50,9 @@ class FakeJudge:
             raise self.judged
         return self.judged or [ACCEPTED] * len(tests)
 
-    async def complexity(self, source, function, generator):
+    async def complexity(self, source, function, generator, reference=""):
         self.measured.append(source)
+        self.references.append(reference)
         await asyncio.sleep(0)
         if isinstance(self.found, Exception):
             raise self.found
@@ -96,6 +98,11 @@ def test_an_answer_without_its_form_earns_nothing_and_is_told_the_rule(judge, te
     assert len(judge.programs) == (0 if reason else 1)
 
 
+def test_a_block_within_a_list_loses_the_indentation_of_its_fence(judge):
+    score_of("1. So:\n\n   ```python\n   def f(x):\n       return x\n\n  # less\n   ```\nDone.")
+    assert judge.programs[0][0].source == "def f(x):\n    return x\n\n# less"
+
+
 def test_a_program_that_does_not_parse_has_no_form(judge):
     judge.judged = [Verdict("compile error", 0, 0, 0, "line 1: invalid syntax", "fake")] * 4
     score = score_of(fenced("def f(x:"))
@@ -126,7 +133,7 @@ def test_the_share_of_tests_is_the_reward_and_the_first_failure_is_told(judge, p
 
 def test_limits_language_and_function_come_from_the_row_and_else_from_the_settings(judge):
     score_of(fenced(), time_limit_s=3.0, memory_limit_mb=100)
-    score_of(fenced(tag="cpp"), asked=data(language="cpp", time_limit_s=1.5, memory_limit_mb=64))
+    score_of(fenced(tag="cpp"), asked=data(language="cpp", time_limit_s=1.5, memory_limit_mb=64.0))
     (first, defaults), (second, own) = judge.programs
     assert (first.source, first.language, first.entry) == (PROGRAM, "python", "f")
     assert (defaults.time_s, defaults.memory_mb) == (3.0, 100)
@@ -199,6 +206,14 @@ def test_what_cannot_be_measured_is_unknown_not_invalid(judge, row):
     assert score.reward == pytest.approx(1.1) and "class unknown" in score.reason and judge.measured == []
 
 
+def test_the_reference_of_the_row_is_what_a_measured_program_must_answer(judge, tmp_path):
+    asked = data(optimal="n", reference="def f(x): return x")
+    terms = {"code": {"kind": "gated_complexity", "settings": {"thinking": "optional", "estimates": str(tmp_path / "e.jsonl")}}}
+    scores(terms, group_of(fenced(), data=asked))
+    scores(terms, group_of(fenced(), data=data(optimal="n")))
+    assert judge.references == ["def f(x): return x", ""]  # and neither estimate stands for the other
+
+
 @pytest.mark.parametrize(
     ("told", "time", "differ"), [("n", 0.5, 0.0), ("n^2", 0.0, 1.0), ("unknown", 0.0, 0.0)], ids=["agree", "differ", "silent"]
 )
@@ -236,7 +251,7 @@ class Scripted(FakeJudge):
         passed = int(program.source.split()[0])
         return [ACCEPTED] * passed + [WRONG] * (len(tests) - passed)
 
-    async def complexity(self, source, function, generator):
+    async def complexity(self, source, function, generator, reference):
         return Estimate(" ".join(source.split()[1:]), 0.5, "")
 
 
