@@ -190,7 +190,10 @@ class GatedComplexity(PassRate):
         plain = without_claims(source)
         key = self._estimates.key(plain, function, generator, reference)
         if key not in self._estimates:
-            self._estimates.add(key, await self._judge.complexity(plain, function, generator, reference))
+            estimate = await self._judge.complexity(plain, function, generator, reference)
+            if estimate.complexity == UNKNOWN:  # it may come from a busy machine: not kept
+                return {"complexity": UNKNOWN, "reason": estimate.reason}
+            self._estimates.add(key, estimate)
         return self._estimates[key]
 
 

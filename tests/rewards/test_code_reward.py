@@ -243,6 +243,14 @@ def test_a_program_is_measured_once_whatever_its_comments_and_remembered_in_the_
     assert len(judge.measured) == 2 and {score.parts["code/time"] for score in again} == {0.5}
 
 
+def test_an_unknown_class_is_measured_again(judge, tmp_path):
+    terms = {"code": {"kind": "gated_complexity", "settings": {"thinking": "optional", "estimates": str(tmp_path / "e.jsonl")}}}
+    found = []
+    for judge.found in ("unknown", "n", "n^2"):
+        found += [score.parts["code/time"] for score in scores(terms, group_of(fenced(), data=data(optimal="n")))]
+    assert found == [0.0, 0.5, 0.5] and len(judge.measured) == 2
+
+
 # ------------------------------------------------------------------ the invariant
 class Scripted(FakeJudge):
     """Verdicts by the program, which names how many tests it passes, and its class."""
