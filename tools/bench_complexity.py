@@ -1,6 +1,6 @@
 """Measures the complexity witness on labelled programs while another core is busy.
 
-    python tools/bench_complexity.py [--half fresh|unseen|tuning|all] [--rounds 3] [--only NAME ...] [--out runs/bench-complexity]
+    python tools/bench_complexity.py [--half fresh|unseen|tuning|all] [--rounds 3] [--only NAME ...] [--out FOLDER]
 
 Every program of tools/complexity_programs is estimated `rounds` times, each with fresh sizes and inputs, while a process of
 this bench keeps one core busy. Prints every miss with its reason, then exact and within-one-rank shares of the answers that
