@@ -26,7 +26,7 @@ demo-code: setup  ## a small model learns from the sandbox: first to pass tests,
 	$(PY) tools/demo_code.py $(if $(SEED),--seed $(SEED))
 
 demo-code-seeds: setup  ## the same over three seeds, with the standard error over them
-	$(PY) tools/demo_code.py --seeds 3
+	$(PY) tools/demo_code.py --seed 2 --seeds 3
 
 demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen; 5 minutes
 	$(PY) tools/demo_complexity_judge.py $(if $(SEED),--seed $(SEED))
