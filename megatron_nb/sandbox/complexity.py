@@ -28,6 +28,7 @@ CACHE_FACTOR, CACHE_S = 6.0, 1e-6  # cost per operation may grow this much from 
 MOST_FACTOR = 10.0  # (up to this) while it stays under what a few reads from memory take: caches, pages, busy neighbours
 HIDDEN_POWER = 0.5  # ... and by this power of n; more of both is work that the counts do not see
 SLOPES = ((0.8, 1.12, "n"), (1.12, 1.35, "n log n"), (1.4, 1.65, "n sqrt n"), (1.75, 2.3, "n^2"), (2.6, 3.3, "n^3"))
+SMALL_N, SMALL_FACTOR, SMALL_POWER = 20_000, 3.5, 0.6  # up to that size caches explain less: less growth shows hidden work
 LEAST_S_PER_UNIT = 1e-11  # no machine does a counted operation faster: memory is copied at some tens of GB/s
 DIGITS_SHARE = 0.25  # sizes where long integers take more than this of the work are left out: humans count them as 1
 IMPORT_S = 0.5  # of CPU; more is work hidden in the import
@@ -151,6 +152,10 @@ def assess(lines: list[dict[str, Any]]) -> Estimate:
     end = ends.get("cpu", {"why": ""})
     if end["why"] in ("cap", "clock") and found.complexity in FUNCTIONS and sum(t["s"] >= CLEAR_S for t in timed) < 3:
         return unknown(f"at n={end['n']} the program runs far longer than while its operations were counted")
+    for t in timed:  # counting only adds to the work
+        counted = next((c for c in counts if c["count"] >= t["cpu"]), None)
+        if counted and t["s"] > 2 * counted["cpu"] + 0.005:
+            return unknown(f"at n={t['cpu']} the program takes {t['s']:.3f} s, and {counted['cpu']:.3f} s while it is counted")
     return _beside_cpu(found, kept, timed, points)
 
 
@@ -186,9 +191,10 @@ def _beside_cpu(found: Fit, counts: list[dict], timed: list[dict], points: list)
     growth = s1 / model(n1) / (s0 / model(n0))
     power = math.log(max(growth, 1e-9)) / math.log(n1 / n0)
     latency = growth < MOST_FACTOR and s1 / model(n1) < CACHE_S
-    if growth < CACHE_FACTOR or latency or power < HIDDEN_POWER:
+    small = n1 <= SMALL_N and growth >= SMALL_FACTOR and power >= SMALL_POWER
+    if not small and (growth < CACHE_FACTOR or latency or power < HIDDEN_POWER):
         return estimate
-    slope = _slope(clear[-4:])
+    slope = _slope(clear[-3:])
     by_cpu = next((c for low, high, c in SLOPES if low <= slope <= high), "n^k" if slope > 3.6 else None)
     what = f"CPU time per counted operation grows {growth:.0f}-fold from n={n0} to {n1}: slope {slope:.2f}, counts say {name}"
     if by_cpu is None or rank(by_cpu) <= rank(name):
