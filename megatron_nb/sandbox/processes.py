@@ -10,14 +10,28 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def waited_s(pid: int) -> float | None:
-    """Seconds for which a process was ready to run and had no core.
+def waited_s(pid: int | str) -> float | None:
+    """Seconds for which a process's first thread, or the thread "PID/task/TID", was ready to run and had no core.
 
     None while that cannot be told: it is ready now, and the kernel adds a wait at its end; or it is over.
     """
     with suppress(OSError, ValueError, IndexError):
         waited = int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
         return None if _status(pid)[0] in (b"R", b"Z", b"X") else waited
+    return None
+
+
+def waited_in_all_s(first: int) -> float | None:
+    """The same, summed over all threads of the run whose first process is `first`: its first thread may wait for the others."""
+    total = 0.0
+    with suppress(OSError):
+        for pid in descendants(int(_status(first)[1]))[1:]:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                waited = waited_s(f"{pid}/task/{thread}")
+                if waited is None and (pid == first or _status(pid)[0] not in (b"Z", b"X")):
+                    return None
+                total += waited or 0.0
+        return None if waited_s(first) is None else total  # looking takes time, in which the run may have ended
     return None
 
 
@@ -60,6 +74,6 @@ def shared_memory_counted_once(first: int) -> int:
     return total
 
 
-def _status(pid: int) -> list[bytes]:
+def _status(pid: int | str) -> list[bytes]:
     """Fields of /proc/PID/stat from the state on: 1 is the parent, 11 to 14 the CPU times with those of reaped children."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

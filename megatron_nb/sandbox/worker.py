@@ -26,7 +26,7 @@ STDERR_FREE = 4 << 20  # bytes read without delay
 GRACE_S = 0.5  # from the order to kill a run to giving up on its worker
 LOOK_S = 0.002  # the least time between two looks
 SETTLE_S = 0.2
-SCAN_S = 0.03  # between looks at the processes' memory where no control group bounds it
+SCAN_S = 0.03  # between looks that read all of /proc
 HIDDEN_CPU_S = 0.02  # of the server's own work within a run; more than that is a program hiding its children's time
 
 
@@ -248,7 +248,9 @@ class Worker:
         """Compare a run with its limits; seconds until the next look is due."""
         limits, clock = watch.job.limits, now - watch.began
         cpu = self._cpu_s(watch)
-        waiting = processes.waited_s(watch.pid) if clock >= limits.time_s else 0.0
+        waiting, pause = processes.waited_s(watch.pid) if clock >= limits.time_s else 0.0, LOOK_S
+        if waiting is not None and clock - waiting >= limits.time_s:  # asleep, perhaps until its threads and children are done
+            waiting, pause = processes.waited_in_all_s(watch.pid), SCAN_S
         if cpu >= limits.time_s:
             watch.verdict = "time limit", f"{cpu:.2f} s of CPU, {limits.time_s:g} s allowed"
         elif waiting is not None and clock - waiting >= limits.time_s:  # one that never sleeps meets the bound above
@@ -261,7 +263,7 @@ class Worker:
         if waiting is not None:
             due = min(due, limits.time_s - clock + waiting)
         due = min(due, limits.deadline_s - clock)
-        return max(LOOK_S, due if self.group else min(due, SCAN_S))
+        return max(pause, due if self.group else min(due, SCAN_S))
 
     def _cpu_s(self, watch: Watch) -> float:
         if self.group:
