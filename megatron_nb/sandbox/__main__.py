@@ -67,6 +67,11 @@ def _batch(asked: argparse.Namespace) -> int:
     """Rows of a file; the whole file is checked before the first program runs."""
     if asked.out is None:
         raise ValueError("--out is missing: name the file for the answers")
+    for path in (asked.input, asked.out):
+        if path.exists() and not path.is_file():  # a pipe or a device: rows are read more than once, and answers are resumed
+            raise ValueError(f"{path} is no regular file; copy the rows to one, and name one for the answers")
+    if asked.out.exists() and asked.out.samefile(asked.input):
+        raise ValueError(f"--out {asked.out} is the file of the rows; name another one for the answers")
     check, skip, bad = READERS[asked.command], asked.bad_rows == "skip", []
     total = sum(1 for _ in rows(asked.input, check, skip, bad))
     done = done_before(asked.out, (row.get("id") for row in rows(asked.input, check, skip)))

@@ -47,7 +47,7 @@ class Pool:
     def __init__(self, workers: int | None = None, isolation: str = "bubblewrap"):
         if isolation not in ("bubblewrap", "none"):
             raise ValueError(f"isolation={isolation!r} must be 'bubblewrap' or 'none'")
-        count = workers or len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0)) if workers is None else workers
         if count < 1:
             raise ValueError(f"workers={workers} must be at least 1")
         cgroup.sweep()

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -65,6 +66,23 @@ def test_rows_that_are_there_are_not_done_again_and_a_torn_line_is_mended(shared
     before = out.read_bytes()
     assert main(["judge", str(source), "--out", str(out)]) == 0
     assert out.read_bytes() == before and "4 of 4 rows are in" in capsys.readouterr().err
+
+
+def test_files_that_rows_cannot_be_read_from_twice_nor_answers_resumed_in_are_refused(tmp_path, capsys):
+    source, pipe = write(tmp_path / "in.jsonl", {"id": 0, **DOUBLE, "tests": [RIGHT]}), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for rows, out in ((pipe, tmp_path / "o"), (source, pipe), (source, "/dev/full"), (source, tmp_path), (source, source)):
+        before = source.read_bytes()
+        assert main(["judge", str(rows), "--out", str(out), "--workers", "1"]) == 2
+        assert "regular file" in (words := capsys.readouterr().err) or "file of the rows" in words
+        assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("workers", ["0", "-1"])
+def test_no_workers_at_all_are_refused(tmp_path, workers, capsys):
+    source = write(tmp_path / "in.jsonl", {"id": 0, **DOUBLE, "tests": [RIGHT]})
+    assert main(["judge", str(source), "--out", str(tmp_path / "out.jsonl"), "--workers", workers]) == 2
+    assert f"workers={workers} must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", ['{"id": 7}\n', '{"passed": 3}\n', 'not json\n{"id": 0}\n'])
