@@ -71,9 +71,9 @@ def test_rows_that_are_there_are_not_done_again_and_a_torn_line_is_mended(shared
 def test_files_that_rows_cannot_be_read_from_twice_nor_answers_resumed_in_are_refused(tmp_path, capsys):
     source, pipe = write(tmp_path / "in.jsonl", {"id": 0, **DOUBLE, "tests": [RIGHT]}), tmp_path / "pipe"
     os.mkfifo(pipe)
-    for rows, out in ((pipe, tmp_path / "o"), (source, pipe), (source, "/dev/full"), (source, tmp_path), (source, source)):
+    for given, out in ((pipe, tmp_path / "o"), (source, pipe), (source, "/dev/full"), (source, tmp_path), (source, source)):
         before = source.read_bytes()
-        assert main(["judge", str(rows), "--out", str(out), "--workers", "1"]) == 2
+        assert main(["judge", str(given), "--out", str(out), "--workers", "1"]) == 2
         assert "regular file" in (words := capsys.readouterr().err) or "file of the rows" in words
         assert source.read_bytes() == before
 
