@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 from itertools import islice
 from pathlib import Path
@@ -141,4 +142,5 @@ def _serve(asked: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     sys.set_int_max_str_digits(0)  # tests may hold longer numbers
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a stopped job leaves no control group either
     sys.exit(main())

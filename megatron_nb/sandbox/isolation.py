@@ -56,6 +56,7 @@ def walls() -> list[str]:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for link, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         command += ["--symlink", f"/proc/self/fd{target}", f"/dev/{link}"]
+    command += ["--symlink", "/tmp", "/dev/shm"]  # semaphores of multiprocessing, within the bounds of /tmp
     return [*command, "--proc", "/proc", "--dir", "/tmp", "--ro-bind", str(SERVER), "/forkserver.py", "--remount-ro", "/"]
 
 

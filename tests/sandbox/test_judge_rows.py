@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nb.sandbox import cgroup, processes
 from megatron_nb.sandbox.__main__ import main
 from megatron_nb.sandbox.batch import BadRow, Progress, done_before, rows, stream
 from megatron_nb.sandbox.compare import CompareConfig
@@ -76,6 +77,21 @@ def test_files_that_rows_cannot_be_read_from_twice_nor_answers_resumed_in_are_re
         assert main(["judge", str(given), "--out", str(out), "--workers", "1"]) == 2
         assert "regular file" in (words := capsys.readouterr().err) or "file of the rows" in words
         assert source.read_bytes() == before
+
+
+def test_a_terminated_command_leaves_no_process_and_no_control_group(shared_pool, tmp_path):
+    row = {"id": 0, "program": "import time; time.sleep(60)", "tests": [RIGHT], "time_limit_s": 60}
+    source = write(tmp_path / "in.jsonl", row)
+    command = [sys.executable, "-m", "megatron_nb.sandbox", "judge", source, "--out", tmp_path / "out.jsonl", "--workers", "1"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as run:
+        end = time.monotonic() + 60
+        while len(below := processes.descendants(run.pid)[1:]) < 4 and time.monotonic() < end:
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(timeout=60) == 130
+    parents = {*(cgroup.Version1.parents(cgroup.MOUNT) or []), *(cgroup.Version2.parents(cgroup.MOUNT) or [])}
+    assert not [group for parent in parents for group in parent.glob(f"{cgroup.PREFIX}{run.pid}-*")]
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in below)
 
 
 @pytest.mark.parametrize("workers", ["0", "-1"])

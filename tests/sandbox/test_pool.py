@@ -47,6 +47,14 @@ PROGRAMS = {  # name: (source, stdin, stdout)
     "no flush needed": ("import sys; sys.stdout.write('x')", b"", b"x"),
     "other modules": ("import subprocess, csv, enum, hashlib; print(hashlib.md5(b'').hexdigest()[:4])", b"", b"d41d\n"),
     "garbage collected": ("import gc; print(gc.isenabled())", b"", b"True\n"),
+    "pool of processes": (
+        "from concurrent.futures import ProcessPoolExecutor\ndef f(x): return x + 1\n"
+        "with ProcessPoolExecutor(2) as pool: print(*pool.map(f, [1, 2]))", b"", b"2 3\n",
+    ),
+    "queue of processes": (
+        "import multiprocessing as mp\nq = mp.Queue()\np = mp.Process(target=q.put, args=(5,))\np.start()\n"
+        "print(q.get())\np.join()", b"", b"5\n",
+    ),
     "pickle of main's class": ("import pickle\nclass A: 0\nprint(type(pickle.loads(pickle.dumps(A()))) is A)", b"", b"True\n"),
     "dataclass": ("from dataclasses import dataclass\n@dataclass\nclass A: x: int = 1\nprint(A())", b"", b"A(x=1)\n"),
     "annotations are the program's": ("def f(x: int): pass\nprint(f.__annotations__)", b"", b"{'x': <class 'int'>}\n"),
