@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_nb.sandbox.assertions import Assertions
 from megatron_nb.sandbox.checkers import judge_by_checker
@@ -87,20 +87,21 @@ class Judge:
             return Verdict.of(*await self.assertions.judge(program, test, limits))
         if test.kind == "call":
             return await self._call(program, test, limits)
-        stdin = (test.stdin or "").encode()
-        execution = await self.pool.run(Job(program.source, program.language, stdin, limits))
+        stdin, expected = (test.stdin or "").encode(), (test.stdout or "").encode()
+        execution = await self.pool.run(Job(program.source, program.language, stdin, _with_room(limits, len(expected))))
         if program.language == "python" and (words := refused(execution)):
             return Verdict.of(execution, "compile error", words)
         if execution.status != "ok":
             return Verdict.of(execution, execution.status, last_words(execution))
         if test.checker:
             return Verdict.of(execution, *await judge_by_checker(self.pool, test, execution.stdout, limits))
-        wrong = difference(execution.stdout, test.stdout.encode(), test.compare or self.compare)
+        wrong = difference(execution.stdout, expected, test.compare or self.compare)
         return Verdict.of(execution, "wrong answer" if wrong else "accepted", wrong or "")
 
     async def _call(self, program: Program, test: Test, limits: Limits) -> Verdict:
         task = encode({"program": program.source, "call": test.call, "args": test.args})
-        execution = await self.pool.run(Job(CALL, stdin=task.encode(), limits=limits))
+        room = _with_room(limits, len(encode(test.expected)))
+        execution = await self.pool.run(Job(CALL, stdin=task.encode(), limits=room))
         if execution.status != "ok":
             return Verdict.of(execution, execution.status, last_words(execution))
         if not execution.stdout:
@@ -115,3 +116,8 @@ class Judge:
             return Verdict.of(execution, "compile error", str(answer["refused"])[:300])
         wrong = value_difference(answer["value"], test.expected, test.compare or self.compare)
         return Verdict.of(execution, "wrong answer" if wrong else "accepted", wrong or "")
+
+
+def _with_room(limits: Limits, expected_bytes: int) -> Limits:
+    """Limits under which the expected output fits, however long it is."""
+    return replace(limits, output_bytes=max(limits.output_bytes, 2 * expected_bytes))

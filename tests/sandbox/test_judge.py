@@ -114,6 +114,13 @@ def test_too_much_output_is_its_own_verdict(shared_judge):
     assert [verdict for verdict, _ in found] == ["output limit"] * 2
 
 
+def test_an_expected_output_beyond_the_limit_may_be_written(shared_judge):
+    small, long = Limits(time_s=10.0, memory_mb=256, output_bytes=10_000), list(range(20_000))
+    source = "def f(): return list(range(20000))\nif __name__ == '__main__': print(*f(), sep='\\n')"
+    tests = [text("", "\n".join(map(str, long))), call("f", [], long)]
+    assert judged(shared_judge, source, *tests, limits=small) == [("accepted", "")] * 2
+
+
 STACK = """
 class Empty(LookupError): pass
 number, whole = 7, int
