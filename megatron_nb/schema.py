@@ -19,7 +19,8 @@ class ConfigError(ValueError):
 def build(kind: Any, value: Any, key: str = "") -> Any:
     """`value` (mappings, lists, scalars) as an instance of the annotation `kind`; `key` is its dotted place.
 
-    Raises ConfigError for an unknown key, a missing one or a wrong type, naming the key, the value and the type.
+    Raises ConfigError for an unknown key, a missing one or a wrong type, naming the key, the value and the type;
+    ValueError for what a dataclass refuses, beginning with its place.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     number = isinstance(value, int) and not isinstance(value, bool)
@@ -42,7 +43,13 @@ def build(kind: Any, value: Any, key: str = "") -> Any:
             require_key(kind, [str(name)], key)
         hints = typing.get_type_hints(kind)
         given = {**{name: MISSING for name, default in defaults(kind).items() if default == MISSING}, **value}
-        return kind(**{name: build(hints[name], item, _join(key, name)) for name, item in given.items()})
+        fields = {name: build(hints[name], item, _join(key, name)) for name, item in given.items()}
+        try:
+            return kind(**fields)
+        except ValueError as error:  # its own rules know their field, not where it stands
+            if key in str(error):
+                raise
+            raise ValueError(f"{key}: {error}") from error
     if isinstance(value, Mapping) and (origin or kind) is dict:
         return {name: build((*arguments, Any, Any)[1], item, _join(key, str(name))) for name, item in value.items()}
     if isinstance(value, list | tuple) and (origin or kind) in (list, tuple):

@@ -131,6 +131,8 @@ class Preparation:
         self.arguments, self.sources, self.config, self.evaluations = arguments, sources, config, evaluations
         self.progress_path = arguments.out.with_name(f"{arguments.out.name}.progress")
         self.report_path = arguments.out.with_name(f"{arguments.out.name}.report.json")
+        if arguments.out.is_dir():
+            raise ValueError(f"--out {arguments.out} is a folder: name the file of rows to write")
         self._seen: set[str] = set()
 
     def settings(self) -> dict[str, Any]:
@@ -176,6 +178,7 @@ class Preparation:
                     report["rows"].append({**told, "rules": outcome.rules, "notes": outcome.notes})
         report["decontamination"] = self.evaluations.report()
         if not any(counts["kept"] for counts in report["sources"].values()):
+            partial.unlink()
             rules = sum((counts["rules"] for counts in report["sources"].values()), Counter())
             raise ValueError(f"no row is left: {dict(rules)}; look into {self.progress_path}")
         partial.replace(self.arguments.out)
@@ -200,10 +203,13 @@ class Preparation:
         whole = text[: text.rfind(b"\n") + 1]
         if whole != text:
             self.progress_path.write_bytes(whole)
-        if not whole:
+        if whole.count(b"\n") < 2:  # no row is done yet
             self.progress_path.unlink()
             return []
-        if json.loads(whole[: whole.index(b"\n")]) != json.loads(json.dumps(self.settings())):
+        begun = json.loads(whole[: whole.index(b"\n")])
+        if begun["bad_rows"] == "error":  # none was left out so far: later ones may be
+            begun["bad_rows"] = self.arguments.bad_rows
+        if begun != json.loads(json.dumps(self.settings())):
             raise ValueError(f"{self.progress_path} was begun with other settings: give those, or remove it to begin anew")
         done = []
         for outcome in self._done():

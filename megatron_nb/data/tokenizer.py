@@ -20,7 +20,8 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> PreTra
     """
     if not path:
         raise ValueError(
-            "data.tokenizer is not set: rows are turned into tokens by a tokenizer; give the folder of a Hugging Face model"
+            "no tokenizer: rows are turned into tokens by one; name the folder of a Hugging Face model in data.tokenizer "
+            "(prompts.tokenizer in RL), or give an init_from that has one"
         )
     folder = Path(path).expanduser()
     if (folder / "hf").is_dir():
@@ -32,7 +33,7 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> PreTra
         and not (gguf and gguf.is_file())
     ):
         raise ValueError(
-            f"data.tokenizer={path!r} holds no tokenizer: a folder with tokenizer.json or a GGUF file is needed; check the path"
+            f"tokenizer={path!r} holds no tokenizer: a folder with tokenizer.json or a GGUF file is needed; check the path"
         )
     from transformers import AutoTokenizer
 
@@ -42,7 +43,7 @@ def load_tokenizer(path: str | None, chat_template: str | None = None) -> PreTra
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     if not tokenizer.is_fast:
         raise ValueError(
-            f"data.tokenizer={path!r} is a slow tokenizer: loss masks need character offsets; convert it to tokenizer.json"
+            f"tokenizer={path!r} is a slow tokenizer: loss masks need character offsets; convert it to tokenizer.json"
         )
     if chat_template == "chatml":
         tokenizer.chat_template = TEMPLATE

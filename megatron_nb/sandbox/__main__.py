@@ -36,16 +36,18 @@ def main(words: list[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="both over HTTP")
     for command in (judge, complexity):
         command.add_argument("--out", type=Path, help="answers (.jsonl); rows that it has already are not done again")
-        command.add_argument("--bad-rows", choices=("error", "skip"), default="error")
+        command.add_argument("--bad-rows", choices=("error", "skip"), default="error",
+                             help="a row that cannot be judged; default %(default)s, before any work")  # fmt: skip
     for command in (judge, complexity, serve):
         command.add_argument("--workers", type=int, help="programs at once; the number of cores if not given")
-        command.add_argument("--isolation", choices=("bubblewrap", "none"), default="bubblewrap")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8700)
+        command.add_argument("--isolation", choices=("bubblewrap", "none"), default="bubblewrap",
+                             help="none runs programs unprotected; default %(default)s")  # fmt: skip
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; default %(default)s")
+    serve.add_argument("--port", type=int, default=8700, help="default %(default)s; 0: a free one, told on stderr")
     serve.add_argument("--token-env", help="environment variable that holds the token")
     serve.add_argument("--token-file", help="file that holds the token")
     serve.add_argument("--without-token", action="store_true", help="listen beyond this machine without one")
-    serve.add_argument("--queue", type=int, default=512, help="rows waiting and under way; more are refused")
+    serve.add_argument("--queue", type=int, default=512, help="rows at once, waiting ones included; default %(default)s")
     asked = parser.parse_args(words)
     try:
         if asked.command == "serve":
@@ -75,6 +77,9 @@ def _batch(asked: argparse.Namespace) -> int:
         raise ValueError(f"--out {asked.out} is the file of the rows; name another one for the answers")
     check, skip, bad = READERS[asked.command], asked.bad_rows == "skip", []
     total = sum(1 for _ in rows(asked.input, check, skip, bad))
+    if not total and not bad:
+        raise ValueError(f"{asked.input} holds no row: at least one is needed; check the path")
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     done = done_before(asked.out, (row.get("id") for row in rows(asked.input, check, skip)))
     for words in bad[:10]:
         print(f"skipped: {words}", file=sys.stderr)

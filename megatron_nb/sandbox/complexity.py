@@ -109,8 +109,9 @@ def _lines(run: Execution) -> list[dict[str, Any]]:
 def _ended(run: Execution) -> str:
     if run.status == "ok":
         return ""
-    last = run.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return f"; the measurement ended by {run.status} {run.detail or ''.join(last)}"[:300]
+    last = "".join(run.stderr.decode(errors="replace").strip().splitlines()[-1:])
+    told = last or run.detail if run.status == "runtime error" else run.detail or last  # the exception, not its exit code
+    return f"; the measurement ended by {run.status} {told}"[:300]
 
 
 def assess(lines: list[dict[str, Any]]) -> Estimate:

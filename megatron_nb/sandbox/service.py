@@ -115,7 +115,11 @@ class Service:
 
     async def __aenter__(self) -> Service:
         self._gate = asyncio.Semaphore(2 * self.workers)  # rows in the pool: enough that no worker waits for one
-        self._server = await asyncio.start_server(self._connected, self.config.host, self.config.port, limit=HEAD_BYTES)
+        host, port = self.config.host, self.config.port
+        try:
+            self._server = await asyncio.start_server(self._connected, host, port, limit=HEAD_BYTES)
+        except OSError as error:
+            raise OSError(f"cannot listen on host={host!r} port={port}: {error}; name another host or port") from error
         host, port = self._server.sockets[0].getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._prober = asyncio.create_task(self._probing())

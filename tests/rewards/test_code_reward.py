@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nb.rewards import code
+from megatron_nb.rewards.code import GatedComplexity
+from megatron_nb.rewards.estimates import Estimates
 from megatron_nb.rewards.judging import JudgeFailed
 from megatron_nb.rewards.reward import RewardConfig, TermConfig, check_reward
 from megatron_nb.rewards.witness import Told
@@ -241,6 +243,22 @@ def test_a_program_is_measured_once_whatever_its_comments_and_remembered_in_the_
     (tmp_path / "e.jsonl").open("a").write('{"key": "torn')
     again = scores(terms, group_of(fenced(), fenced(other), fenced("def f(x):\n    return +x"), data=asked))
     assert len(judge.measured) == 2 and {score.parts["code/time"] for score in again} == {0.5}
+
+
+def test_what_follows_a_torn_line_of_the_file_is_kept(tmp_path):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"key": "torn')
+    Estimates(path).add("a", Estimate("n", 1.0, ""))
+    assert "a" in Estimates(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "cannot be written"), ("rows", "rows:2 is no measured class"), ("rows/x", "cannot be written")]
+)
+def test_a_file_that_cannot_keep_classes_is_refused(tmp_path, name, words):
+    (tmp_path / "rows").write_text('{"torn\n{"id": 3}\n')
+    with pytest.raises(ValueError, match=words):
+        GatedComplexity(estimates=tmp_path / name)
 
 
 def test_an_unknown_class_is_measured_again(judge, tmp_path):

@@ -125,6 +125,7 @@ def test_yaml_names_a_class_or_function_of_ones_own(term, expected):
         ({"kind": "length", "settings": {"max_tokens": 4, "cache": 8}}, r"cache=8 must be between 0 and max_tokens=4"),
         ({"kind": "regex", "settings": {"pattern": "("}}, r"is no regular expression"),
         ({"kind": "format", "settings": {"thinking": "maybe"}}, r"thinking must be one of optional, required, forbidden"),
+        ({"kind": "pass_rate", "settings": {"judge": {"workers": 0}}}, r"reward.terms.a.settings.judge: workers=0 must be"),
         ({"kind": "format", "wieght": 1}, r"unknown key 'reward.terms.a.wieght'.*nearest is '.*weight'"),
         ({"kind": "format", "weight": math.nan}, r"weight=nan must be a finite number"),
         ({"kind": f"{OWN}.Unsendable"}, r"plain method runs in worker processes, and Unsendable cannot be sent.*async def"),

@@ -164,6 +164,10 @@ def test_programs_are_given_their_class(shared_pool, truth, source, generator):
     assert found.complexity == truth, found
 
 
+def test_a_program_that_does_not_parse_is_told_why(shared_pool):
+    assert "SyntaxError: '(' was never closed" in measured(shared_pool, "def f(a):\n    return sum(a").reason
+
+
 def test_a_program_of_stdin_and_stdout_is_measured(shared_pool):
     source = "n = int(input())\na = list(map(int, input().split()))\nprint(sorted(a)[0])\nif n < 0:\n    exit(1)\n"
     generator = "def make(n):\n    return f'{n}\\n' + ' '.join(str(i * 7919 % 100003) for i in range(n)) + '\\n'\n"

@@ -96,6 +96,12 @@ def test_a_terminated_command_leaves_no_process_and_no_control_group(shared_pool
     assert not alive
 
 
+def test_an_input_without_rows_is_refused_and_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert main(["judge", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "holds no row" in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
+
+
 @pytest.mark.parametrize("workers", ["0", "-1"])
 def test_no_workers_at_all_are_refused(tmp_path, workers, capsys):
     source = write(tmp_path / "in.jsonl", {"id": 0, **DOUBLE, "tests": [RIGHT]})

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megatron_nb.sandbox import service as service_module
-from megatron_nb.sandbox.service import ServiceConfig
+from megatron_nb.sandbox.service import Service, ServiceConfig
 from tests.sandbox.running_service import Running, echo
 
 
@@ -124,6 +124,17 @@ def test_settings_that_would_be_unsafe_or_useless_are_refused(settings, complain
                                       {"host": "127.0.0.9"}, {"host": "localhost"}, {"host": "::1"}])  # fmt: skip
 def test_other_settings_are_not(settings):
     ServiceConfig(**settings)
+
+
+def test_an_address_that_is_taken_is_named():
+    async def twice():
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(OSError, match=f"host='127.0.0.1' port={port}.*in use.*name another"):
+                async with Service(ServiceConfig(port=port), {}, 1, "none"):
+                    pass
+
+    asyncio.run(twice())
 
 
 def test_a_token_that_is_asked_for_and_empty_is_refused(monkeypatch):

@@ -140,6 +140,20 @@ def test_going_on_with_other_settings_or_other_data_is_refused(tmp_path, prepare
     assert complaint in prepare(*command, *(["--margin", "9"] if complaint == "other settings" else []))
 
 
+def test_a_bad_row_may_be_left_out_after_all_and_what_was_done_is_kept(tmp_path, prepare):
+    rows = [taco(f"p{number}") for number in range(30)]
+    command = ["--source", f"t={write_rows(tmp_path / 'train.jsonl', [*rows, {'question': 'x'}])}"]
+    assert "--bad-rows skip" in prepare(*command)
+    done, FakeJudge.asked = (tmp_path / "out/code.jsonl.progress").read_text().count("\n") - 1, []
+    assert prepare(*command, "--bad-rows", "skip") == ""
+    assert done > 0 and len(FakeJudge.asked) <= 30 - done and len(written(tmp_path)[0]) == 30
+
+
+def test_a_folder_is_no_place_for_rows(tmp_path, prepare):
+    (tmp_path / "out/code.jsonl").mkdir(parents=True)
+    assert "is a folder" in prepare("--source", f"t={write_rows(tmp_path / 'a.jsonl', [taco('p')])}")
+
+
 def test_broken_tests_go_but_a_broken_sandbox_stops_the_work(tmp_path, prepare, monkeypatch):
     command = ["--source", f"t={write_rows(tmp_path / 'a.jsonl', [taco('p', fails=['broken a'])])}"]
     monkeypatch.setattr(FakeJudge, "sandbox_lives", False)
