@@ -1,6 +1,6 @@
 """Measures the complexity witness on labelled programs while another core is busy.
 
-    python tools/bench_complexity.py [--half fresh|unseen|tuning|all] [--rounds 3] [--only NAME ...] [--out FOLDER]
+    python tools/bench_complexity.py [--half independent|fresh|unseen|tuning|all] [--rounds 3] [--only NAME ...] [--out FOLDER]
 
 Every program of tools/complexity_programs is estimated `rounds` times, each with fresh sizes and inputs, while a process of
 this bench keeps one core busy. Prints every miss with its reason, then exact and within-one-rank shares of the answers that
@@ -25,9 +25,9 @@ from megatron_nb.run import write_summary  # noqa: E402
 from megatron_nb.sandbox.complexity import estimate  # noqa: E402
 from megatron_nb.sandbox.ladder import UNKNOWN, rank  # noqa: E402
 from megatron_nb.sandbox.pool import Pool  # noqa: E402
-from tools.complexity_programs import Labelled, fresh, tuning, unseen  # noqa: E402
+from tools.complexity_programs import Labelled, fresh, independent, tuning, unseen  # noqa: E402
 
-HALVES = {"tuning": tuning.PROGRAMS, "unseen": unseen.PROGRAMS, "fresh": fresh.PROGRAMS}
+HALVES = {"tuning": tuning.PROGRAMS, "unseen": unseen.PROGRAMS, "fresh": fresh.PROGRAMS, "independent": independent.PROGRAMS}
 HALVES["all"] = [program for half in list(HALVES.values()) for program in half]
 
 
