@@ -196,7 +196,7 @@ class Client:
         said = f"status {status}: {text[:SHOWN] or '(no text)'}"
         if status in (408, 425, 429) or status >= 500:
             raise _Retry(said, status, _retry_after(headers.get("retry-after", "")))
-        remedy = {401: "check the key (api_key_env)", 403: "check the key (api_key_env)", 404: "check base_url and model"}
+        remedy = dict.fromkeys((401, 403), f"check the key (${self.config.api_key_env})") | {404: "check base_url and model"}
         message = f"{self._url(path)} refused the request with {said}: {remedy.get(status, 'mend the request')}"
         raise RequestRefused(message, self._url(path), status, 1)
 
