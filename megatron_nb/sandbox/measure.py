@@ -6,7 +6,7 @@ Output (stdout): JSON lines, each written when it is known, so a driver that is 
     {"load": CPU s of importing the program, "load_units": its operations}
     {"count": n, "units": operations, "digits": word operations of long integers, "cpu": s}
     {"cpu": n, "s": CPU of the call, without import and input, "make": CPU s of the input}
-    {"end": "count"|"cpu", "why": "cap"|"budget"|"generator"|"size"|"memory"|error, "n"}
+    {"end": "count"|"cpu", "why": "cap"|"clock"|"budget"|"generator"|"size"|"memory"|error, "n"}
 Each figure comes from a fresh fork in which the program is imported and called once, so nothing is kept between calls; its
 CPU time is what the kernel tells the parent, not what the program says. The input is made before the fork.
 """
@@ -250,9 +250,9 @@ class Driver:
                 continue
             timed.append(n)
             say(cpu=n, s=max(best - idle, 0.0), make=make_s)
-            n, rest = max(n + 1, round(n * ratio)), (until - spent()) * (time.monotonic() < end)
-            if (best - idle) * 3 > min(2 * self.cap, rest) or rest <= 0 or n > LARGEST:
-                self._end("cpu", "budget", n, points)
+            n, late = max(n + 1, round(n * ratio)), time.monotonic() > end
+            if late or (best - idle) * 3 > min(2 * self.cap, until - spent()) or n > LARGEST:
+                self._end("cpu", "clock" if late else "budget", n, points)
                 return
 
 
