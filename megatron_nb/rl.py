@@ -27,7 +27,7 @@ from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import Topology
 from megatron_nb.records import Group, Sample
 from megatron_nb.rewards.advantage import credit
-from megatron_nb.rewards.reward import RewardConfig, build_reward, find_models
+from megatron_nb.rewards.reward import RewardConfig, build_reward, find_judges, find_models
 from megatron_nb.rl_config import RlConfig, describe_job
 from megatron_nb.rollout.collect import Collector, Interrupted
 from megatron_nb.rollout.engine import Engine, Sampling
@@ -216,6 +216,8 @@ def main(config: RlConfig) -> None:
         return
     for reward in filter(None, (config.reward, config.heldout_reward)):
         find_models(reward)
+        if int(os.environ.get("RANK", "0")) == 0:
+            find_judges(reward)
     origin = find_origin(config.init_from, config.model)
     frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)

@@ -99,6 +99,13 @@ class PassRate:
         self._form = Format(self.thinking)
         self._judge = CodeJudge(self.judge)
 
+    async def ready(self) -> None:
+        """Have the judge judge something. Raises JudgeFailed, RequestRefused, IsolationMissing."""
+        try:
+            await self._judge.check()
+        finally:
+            self._judge.close()  # what it asked belongs to this event loop; a later question begins anew
+
     async def score_rollout(self, prompt: Prompt, rollout: Rollout) -> Score:
         return (await self._passed(prompt, rollout))[0]
 

@@ -100,6 +100,17 @@ def find_models(config: RewardConfig) -> None:
                 raise ConfigError(f"reward.terms.{name}.settings.checkpoint: {error}") from None
 
 
+def find_judges(config: RewardConfig) -> None:
+    """Ask terms that need a service or a sandbox whether it answers, before a batch is sampled for it. Raises ConfigError."""
+    for name, term in config.terms.items():
+        target = find(term.kind, f"reward.terms.{name}")
+        if hasattr(target, "ready"):
+            try:
+                asyncio.run(target(**settings_of(target, term.settings, f"reward.terms.{name}")).ready())
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(f"reward.terms.{name}: its judge cannot be used: {error}") from error
+
+
 def build_reward(
     config: RewardConfig, tokenizer: PreTrainedTokenizerBase | None, device: torch.device | str
 ) -> ComposedReward:

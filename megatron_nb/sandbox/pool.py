@@ -70,6 +70,11 @@ class Pool:
             self._close()
             raise
 
+    @property
+    def in_force(self) -> str:
+        """The isolation of every run, as Execution.isolation."""
+        return self._workers[0].name
+
     def submit(self, job: Job) -> Future[Execution]:
         """Queue one run. Raises ValueError for a job that no sandbox could run, RuntimeError once closed."""
         return self._queue(_checked(job), None, Future())

@@ -86,7 +86,7 @@ def serve(config: ServiceConfig, workers: int | None = None, isolation: str = "b
 
     with Pool(workers, isolation) as pool, contextlib.closing(Judge(pool)) as judge:
         work = {"/judge": functools.partial(judge_row, judge), "/complexity": functools.partial(complexity_row, pool)}
-        asyncio.run(_until_signal(Service(config, work, pool.workers, pool.isolation)))
+        asyncio.run(_until_signal(Service(config, work, pool.workers, pool.in_force)))
 
 
 async def _until_signal(service: Service) -> None:

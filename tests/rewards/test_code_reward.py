@@ -1,6 +1,7 @@
 """Rewards of programs: form, share of tests, the gated time part, its invariant; and a judge that fails gives no number."""
 
 import asyncio
+import socket
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_nb.rewards import code
 from megatron_nb.rewards.code import GatedComplexity
 from megatron_nb.rewards.estimates import Estimates
 from megatron_nb.rewards.judging import JudgeFailed
-from megatron_nb.rewards.reward import RewardConfig, TermConfig, check_reward
+from megatron_nb.rewards.reward import RewardConfig, TermConfig, check_reward, find_judges
 from megatron_nb.rewards.witness import Told
 from megatron_nb.sandbox.complexity import Estimate
 from megatron_nb.sandbox.judge import Verdict
@@ -316,3 +317,13 @@ def test_constants_that_could_break_the_invariant_are_refused(term, message):
 def test_a_weight_that_turns_the_order_round_is_refused(weight):
     with pytest.raises(ConfigError, match="must be more than 0"):
         check_reward(RewardConfig({"code": TermConfig("pass_rate", weight=weight)}))
+
+
+@pytest.mark.parametrize("kind", ["pass_rate", "gated_complexity"])
+def test_a_judge_that_does_not_answer_is_told_before_any_sampling(kind):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        nobody = {"urls": [f"http://127.0.0.1:{taken.getsockname()[1]}"], "retries": 0}
+        config = RewardConfig({"programs": TermConfig(kind, settings={"judge": nobody}), "form": TermConfig("format")})
+        with pytest.raises(ConfigError, match=r"reward.terms.programs: its judge cannot be used: .*127\.0\.0\.1"):
+            find_judges(config)
