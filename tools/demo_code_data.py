@@ -11,9 +11,9 @@ heldout.jsonl (problems as the code stages read them: tests, function, optimal c
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nb.data.chatml import TEMPLATE
-from megatron_nb.run import write_atomic
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tools.demo_files import train_tokenizer, write_rows
+
+VOCABULARY = 768  # at most
 PROBLEMS = Path(__file__).with_name("demo_code_problems.toml")
 FRAMES = (
     "Write solve({arg}). Return {what}.",
@@ -33,7 +35,6 @@ FRAMES = (
     "A function solve({arg}) is needed. It returns {what}.",
     "In Python, solve({arg}) should return {what}.",
 )
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SHARES = {"optimal": 0.27, "slow": 0.29, "wrong": 0.4, "malformed": 0.04}  # of the answers to learn from
 KINDS = ("optimal", "slow", "wrong")  # of programs
 TESTS = 6  # of a problem
@@ -157,35 +158,14 @@ def build(out: Path, seed: int, sft: int, rl: int, heldout: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tests = {problem.name: tests_of(problem, seed) for problem in problems()}
     for name, its in (("heldout", every[:heldout]), ("rl", every[heldout : heldout + rl])):
-        write(out / f"{name}.jsonl", [row(one, f"{name}-{number}", tests[one.problem.name]) for number, one in enumerate(its)])
+        rows = [row(one, f"{name}-{number}", tests[one.problem.name]) for number, one in enumerate(its)]
+        write_rows(out / f"{name}.jsonl", rows)
     trained = [(one.text, answer(one, rng)) for one in rng.choices(every[heldout + rl :], k=sft)]
-    write(out / "sft.jsonl", [
+    write_rows(out / "sft.jsonl", [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": said, "loss": 1}]}
         for text, said in trained
     ])  # fmt: skip
-    train_tokenizer(out / "tokenizer", [part for pair in trained for part in pair])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def train_tokenizer(folder: Path, texts: list[str], size: int = 768) -> None:
-    """A byte-level BPE of at most `size` entries with ChatML, saved for transformers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([*texts, *["user\nassistant\n"] * 8], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    train_tokenizer(out / "tokenizer", [part for pair in trained for part in pair], VOCABULARY)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.run import write_summary
 from tools.bench_train import free_port
-from tools.demo_rl_data import train_tokenizer
+from tools.demo_files import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, PACK = 1024, 1024  # entries; tokens of a pack
@@ -73,7 +73,7 @@ def main() -> int:
     if not (folder / "tokenizer" / "tokenizer.json").exists():
         rows = [json.loads(line)["messages"] for line in (programs / "train.jsonl").read_text().splitlines()[:3000]]
         answers = [messages[1]["content"] for messages in rows]
-        train_tokenizer(folder / "tokenizer", [messages[:1] for messages in rows], answers, VOCABULARY)
+        train_tokenizer(folder / "tokenizer", [messages[0]["content"] for messages in rows] + answers, VOCABULARY)
 
     print("2/3  supervised fine-tuning", flush=True)
     if not (folder / "judge" / "summary.json").exists():

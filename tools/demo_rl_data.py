@@ -14,23 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
-from megatron_nb.data.chatml import TEMPLATE
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megatron_nb.records import Prompt, Rollout
-from megatron_nb.run import write_atomic
 from megatron_nb.synthesis.adversarial import KINDS, adversarial
+from tools.demo_files import train_tokenizer, write_rows
 
+VOCABULARY = 1024  # at most
 NAMES = "Mira Toby Lena Omar Ruth Ivan Nora Pavel Sana Hugo Zara Felix Dina Karl Tess Bruno".split()  # noqa: SIM905
 THINGS = "kite drum lamp boat coin book ring vase hat bell clock fork rope shell stamp flute".split()  # noqa: SIM905
 PLACES = "attic garden cellar kitchen garage tower shed hall".split()  # noqa: SIM905
 FILLER = ("um, ", "well, i guess ", "whatever, ", "hm, like, ")
 TRAILER = (" or so", ", who cares", " i think, maybe not", ", no idea")
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SLOPPY = 0.6  # share of sloppy answers in mixed.jsonl
 ATTACKED = 0.15  # share of SFT prompts with an adversarial transform
 
@@ -169,7 +170,7 @@ def build(out: Path, seed: int, sft: int, pairs: int, rl: int, heldout: int) -> 
     rng, seen = random.Random(seed), set()
     out.mkdir(parents=True, exist_ok=True)
     for name, count in (("heldout", heldout), ("pairs", pairs), ("rl", rl)):
-        write(out / f"{name}.jsonl", [
+        write_rows(out / f"{name}.jsonl", [
             {"id": f"{name}-{number}", "skill": skill, "messages": task.messages, "answer": task.ideal}
             for number, (skill, task) in enumerate(tasks(rng, count, 0.0, seen))
         ])  # fmt: skip
@@ -180,32 +181,10 @@ def build(out: Path, seed: int, sft: int, pairs: int, rl: int, heldout: int) -> 
         # only the answer is trained: the earlier turns of a conversation are history
         rows = [[*({**m, "loss": 0} if m["role"] == "assistant" else m for m in task.messages), {**assistant(text), "loss": 1}]
                 for (_, task), text in zip(trained, texts)]  # fmt: skip
-        write(out / f"{name}.jsonl", [{"messages": row} for row in rows])
-    write(out / "repeats.jsonl", [{"text": repeats(rng)} for _ in range(sft // 2)])
-    train_tokenizer(out / "tokenizer", [task.messages for _, task in trained], answers["clean"] + answers["mixed"])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def train_tokenizer(folder: Path, prompts: list[list[dict[str, str]]], answers: list[str], size: int = 1024) -> None:
-    """A byte-level BPE of at most `size` entries with ChatML, saved for transformers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    texts = [message["content"] for messages in prompts for message in messages] + answers + ["user\nassistant\n"] * 8
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+        write_rows(out / f"{name}.jsonl", [{"messages": row} for row in rows])
+    write_rows(out / "repeats.jsonl", [{"text": repeats(rng)} for _ in range(sft // 2)])
+    asked = [message["content"] for _, task in trained for message in task.messages]
+    train_tokenizer(out / "tokenizer", asked + answers["clean"] + answers["mixed"], VOCABULARY)
 
 
 def main() -> None:
