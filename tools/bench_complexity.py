@@ -76,7 +76,7 @@ def report(found: list[tuple[str, str, str]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=HALVES, default="fresh")
+    parser.add_argument("--half", choices=HALVES, default="independent")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[], help="names of programs")
     parser.add_argument("--seed", type=int, default=1)
