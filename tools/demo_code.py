@@ -17,7 +17,6 @@ beyond two standard errors (over prompts; over seeds with --seeds), while the pa
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -34,7 +33,8 @@ from megatron_nb.rewards.judging import JudgeConfig
 from megatron_nb.run import write_summary
 from tools import demo_code_data
 from tools.demo_code_report import STAGES, Course, Referee, draw, flat, judge_stages, over_seeds, shown, table
-from tools.demo_rl import TINY, Demo
+from tools.demo_files import arguments
+from tools.demo_rl import Demo
 from tools.unpack_gguf import gguf_in_package, unpack
 
 PACK, PROMPT, ANSWER = 512, 64, 96  # tokens of a pack, a prompt and an answer
@@ -63,10 +63,7 @@ class CodeDemo(Demo):
     """One seed in one folder."""
 
     def __init__(self, folder: Path, seed: int, model: str, size: Size):
-        self.folder, self.seed, self.size, self.tiny = folder.absolute(), seed, size, model == "tiny"
-        self.data, self.seconds = self.folder / "data", {}
-        self.base = self.folder / "smollm2"
-        self.shape = TINY if self.tiny else ["model=smollm2_135m"]
+        super().__init__(folder, seed, model, size)
         self.estimates = self.folder / "estimates.jsonl"  # shared by stage 2 and the report: a program is measured once
 
     def make_data(self) -> None:
@@ -81,7 +78,7 @@ class CodeDemo(Demo):
         words = [
             *self.shape, "parallel=cpu2", "context=2k", "data=files", "data.chat_template=chatml", f"seq_len={PACK}",
             f"data.sources.code.path={self.data}/sft.jsonl", "data.sources.code.weight=1", "global_batch_size=2",
-            f"data.tokenizer={self.data / 'tokenizer' if self.tiny else self.base}", f"num_steps={steps}",
+            f"data.tokenizer={self.tokenizer}", f"num_steps={steps}",
             f"checkpoint.every={steps}", f"optimizer.lr={lr}", f"optimizer.min_lr={lr / 20}",
             f"optimizer.warmup_steps={min(10, steps // 2)}", "data.workers=0", "data.loader_workers=0",
             f"data.cache_dir={self.folder}/cache", *([] if self.tiny else [f"init_from={self.base}"]),
@@ -132,15 +129,8 @@ class CodeDemo(Demo):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="default runs/demo-code, with -MODEL and -fast where they apply")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=1, help="this many, one after the other; errors are then over seeds")
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="smollm2 takes hours on two cores")
-    parser.add_argument("--fast", action="store_true", help="a smoke test of two minutes; shows nothing and does not have to")
-    options = parser.parse_args()
-    suffix = ("" if options.model == "tiny" else f"-{options.model}") + ("-fast" if options.fast else "")
-    folder = options.folder or Path(f"runs/demo-code{suffix}")
+    options = arguments(__doc__, "demo-code")
+    folder = options.folder
     size = Size() if options.model == "tiny" else SMOLLM2
     if options.fast:
         size = FAST if options.model == "tiny" else replace(size, sft_steps=2, rl_steps=(1, 1), heldout_prompts=4)

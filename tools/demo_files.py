@@ -1,7 +1,8 @@
-"""What the demos write beside their data: rows as JSONL, and a small tokenizer."""
+"""What the demos share: their command line, rows as JSONL, and a small tokenizer."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,20 @@ from megatron_nb.data.chatml import TEMPLATE
 from megatron_nb.run import write_atomic
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def arguments(description: str | None, name: str) -> argparse.Namespace:
+    """The options of a demo; `folder` is where it writes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help=f"default runs/{name}, with -MODEL and -fast where they apply")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="this many, one after the other; errors are then over seeds")
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="smollm2 takes hours on two cores")
+    parser.add_argument("--fast", action="store_true", help="a smoke test of two minutes; shows nothing and does not have to")
+    options = parser.parse_args()
+    suffix = ("" if options.model == "tiny" else f"-{options.model}") + ("-fast" if options.fast else "")
+    options.folder = options.folder or Path(f"runs/{name}{suffix}")
+    return options
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

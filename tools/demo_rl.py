@@ -17,7 +17,6 @@ The exit code is 1 when a reward or win rate does not rise beyond two standard e
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from megatron_nb.run import write_summary
 from tools import demo_rl_data
 from tools.bench_train import free_port
+from tools.demo_files import arguments
 from tools.demo_rl_report import TOLD, Course, Gain, Judges, draw, flat, judge_stage, over_seeds, prompt_key, shown, table
 from tools.unpack_gguf import gguf_in_package, unpack
 
@@ -82,7 +82,6 @@ class Demo:
         self.base = self.folder / "smollm2"
         self.shape = TINY if self.tiny else ["model=smollm2_135m"]
         self.tokenizer = self.data / "tokenizer" if self.tiny else self.base
-        self.every = max(size.rl_steps // 5, 1)  # held-out evaluations
 
     # ------------------------------------------------------------------ running stages
     def finished(self, name: str) -> bool:
@@ -165,6 +164,7 @@ class Demo:
 
     def rl(self) -> None:
         size, jobs = self.size, []
+        every = max(size.rl_steps // 5, 1)  # held-out evaluations
         for stage in STAGES:
             kind = stage.removeprefix("rl_")
             batch = size.rl_batch // (1 + (kind == "pairwise"))
@@ -180,7 +180,7 @@ class Demo:
                 "engine.native.kv_cache_gb=0.25", "engine.native.block_size=16", "engine.native.max_concurrency=128",
                 f"engine.native.max_sequence_length={PROMPT + ANSWER}", f"update.pack_tokens={PACK}",
                 f"collect.num_prompts={batch}", "collect.group_size=8", f"num_steps={size.rl_steps}",
-                f"evaluation.every={self.every}", f"optimizer.lr={size.rl_lr}", f"checkpoint.every={size.rl_steps}", *limit,
+                f"evaluation.every={every}", f"optimizer.lr={size.rl_lr}", f"checkpoint.every={size.rl_steps}", *limit,
             ]))  # fmt: skip
         self.stage(*jobs)
 
@@ -226,15 +226,8 @@ class Demo:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="default runs/demo-rl, with -MODEL and -fast where they apply")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=1, help="this many, one after the other; errors are then over seeds")
-    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="smollm2 takes hours on two cores")
-    parser.add_argument("--fast", action="store_true", help="a smoke test of two minutes; shows nothing and does not have to")
-    options = parser.parse_args()
-    suffix = ("" if options.model == "tiny" else f"-{options.model}") + ("-fast" if options.fast else "")
-    folder = options.folder or Path(f"runs/demo-rl{suffix}")
+    options = arguments(__doc__, "demo-rl")
+    folder = options.folder
     size = Size() if options.model == "tiny" else SMOLLM2
     if options.fast:
         size = FAST if options.model == "tiny" else replace(size, weak_steps=2, strong_steps=2, reward_steps=2, rl_steps=1)

@@ -166,9 +166,10 @@ def _attempt(worker: Worker, job: Job, session: Session | None, binaries: dict) 
 
 def _compiled(worker: Worker, job: Job, binaries: dict) -> bytes | Execution:
     """The binary of a C++ source, or the Execution of a compiler that refused it; made once per pool, in the isolation."""
-    key = hashlib.sha256(job.source.encode("utf-8", "surrogatepass")).hexdigest()
-    if key not in binaries:
-        source = job.source.encode("utf-8", "surrogatepass")
+    source = job.source.encode("utf-8", "surrogatepass")
+    key = hashlib.sha256(source).hexdigest()
+    result = binaries.get(key)
+    if result is None:
         made = worker.run(Job(COMPILE, stdin=source, limits=COMPILE_LIMITS))
         if made.status == "ok":
             result = made.stdout
@@ -179,8 +180,7 @@ def _compiled(worker: Worker, job: Job, binaries: dict) -> bytes | Execution:
         while len(binaries) > KEPT_BINARIES:
             with suppress(KeyError, StopIteration, RuntimeError):
                 del binaries[next(iter(binaries))]
-        return result
-    return binaries[key]
+    return result
 
 
 def _close(workers: list[Worker], threads: list[threading.Thread], tasks: queue.SimpleQueue) -> None:
