@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_nb.sandbox.processes import status
+
 MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "megatron-sandbox-"
 HOST = "megatron-host"  # version 2: the leaf this process moves to, since a group with processes cannot limit its children
@@ -43,7 +45,7 @@ def sweep(mount: Path = MOUNT) -> None:
 def started(pid: int) -> int | None:
     """When a process started, in clock ticks after boot: tells it from a later one with its number."""
     with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return int(status(pid)[19])
     return None
 
 
