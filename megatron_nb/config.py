@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
-__all__ = ["ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "to_yaml"]
+__all__ = ["ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_of_stage", "to_yaml"]
 
 STAGES = Path(str(files("hydra_conf"))).absolute()  # a job starts from any working directory
 NO_FOLDER = ["hydra.sweep.dir=runs", "hydra.sweep.subdir=.", "hydra.output_subdir=null"]
@@ -104,6 +104,23 @@ def compose(schema: type, stage: str, words: list[str] | tuple[str, ...] = (), f
     with hydra.initialize_config_dir(str(home), version_base="1.3"):
         values = hydra.compose(stage, [*checked, search])
     return build(schema, OmegaConf.to_container(values, resolve=True))
+
+
+def schema_of_stage(known: Collection[str]) -> str:
+    """The schema that the stage file of the command line begins with: one of `known`, or the process ends with code 2."""
+    words = ["launch.dry_run=true" if word == "--dry-run" else word for word in sys.argv[1:]]
+    arguments = get_args_parser().parse_args(words)
+    stages = {}  # stage file -> its schema
+    for folder in _folders(arguments.config_dir):
+        for path in sorted(folder.glob("*.yaml")):
+            first = ((yaml.safe_load(path.read_text()) or {}).get("defaults") or [None])[0]
+            if first in known:
+                stages[path.stem] = first
+    if arguments.config_name not in stages:
+        asked = arguments.config_name
+        given = f"--config-name={asked} is no stage of this command: give one of" if asked else "which stage? give --config-name:"
+        _stop(ConfigError(f"{given} {', '.join(stages)}"), code=2)
+    return stages[arguments.config_name]
 
 
 def _from_command_line(main: Callable, schema: type, stage: str | None) -> Any:

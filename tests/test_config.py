@@ -276,3 +276,16 @@ def test_diff_names_each_changed_key_with_both_values():
         "sources.web.weight": (1.0, None),
         "sources.code.path": (None, "b"),
     }
+
+
+def test_one_command_runs_every_stage_of_synthesis_and_names_them_all(monkeypatch, capsys):
+    from megatron_nb import synthesize
+
+    monkeypatch.setattr(sys, "argv", ["synthesize", "--config-name", "synthesize_complexity", "--dry-run"])
+    synthesize.main()
+    assert "programs     train" in capsys.readouterr().out
+    for words in ([], ["--config-name", "sft"]):
+        monkeypatch.setattr(sys, "argv", ["synthesize", *words])
+        with pytest.raises(SystemExit, match="2"):
+            synthesize.main()
+        assert "synthesize_preferences" in capsys.readouterr().err

@@ -24,9 +24,11 @@ LAYERS = [
     ["megatron_nb.launch"],
     ["megatron_nb.rl_config"],
     [
-        *("megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.synthesize"),
-        *("megatron_nb.synthesize_complexity", "megatron_nb.evaluate"),
+        *("megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.evaluate"),
+        *(f"megatron_nb.synthesize_{what}" for what in ("preferences", "complexity", "questions", "trajectories")),
+        "megatron_nb.refine_solutions",
     ],
+    ["megatron_nb.synthesize"],
     ["megatron_nb.cascade"],
     ["tools"],
     ["tests"],

@@ -8,7 +8,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_nb import synthesize
+from megatron_nb import synthesize_preferences
 from megatron_nb.config import compose
 from tests.data.data_tokenizers import tiny
 from tests.model.hf_folders import save_random
@@ -51,7 +51,7 @@ def _synthesize(words: list[str], die_at: int | None = None) -> int:
 
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
     sys.argv = ["synthesize", *words]
-    write, written = synthesize.Ledger.__setitem__, [0]
+    write, written = synthesize_preferences.Ledger.__setitem__, [0]
 
     def write_or_die(self, key, row):
         written[0] += 1
@@ -59,11 +59,11 @@ def _synthesize(words: list[str], die_at: int | None = None) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, key, row)
 
-    synthesize.Ledger.__setitem__ = write_or_die
+    synthesize_preferences.Ledger.__setitem__ = write_or_die
     try:
-        synthesize.main()
+        synthesize_preferences.main()
     finally:
-        synthesize.Ledger.__setitem__ = write
+        synthesize_preferences.Ledger.__setitem__ = write
     return written[0]
 
 
@@ -101,7 +101,7 @@ def test_a_job_killed_in_sampling_or_judging_writes_the_same_pairs_and_samples_n
 def test_a_dry_run_tells_prompts_models_and_judge_and_does_nothing(monkeypatch, capsys, tmp_path, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["synthesize", *words, "--dry-run"])
-    synthesize.main()
+    synthesize_preferences.main()
     printed = capsys.readouterr().out
     for told in ("12, ", "parameters; 1 answers of at most 12 tokens", "judge        words", "train 70%, heldout 30%"):
         assert told in printed
@@ -118,10 +118,11 @@ def test_a_dry_run_tells_prompts_models_and_judge_and_does_nothing(monkeypatch, 
 )
 def test_a_wrong_value_is_refused_before_any_work(words, word, rule):
     with pytest.raises(ValueError, match=rule):
-        compose(synthesize.SynthesizeConfig, "synthesize_preferences", [*words, word])
+        compose(synthesize_preferences.PreferencesConfig, "synthesize_preferences", [*words, word])
 
 
 def test_a_missing_checkpoint_is_named(words, tmp_path):
-    config = compose(synthesize.SynthesizeConfig, "synthesize_preferences", [*words, f"strong.checkpoint={tmp_path}/none"])
+    words = [*words, f"strong.checkpoint={tmp_path}/none"]
+    config = compose(synthesize_preferences.PreferencesConfig, "synthesize_preferences", words)
     with pytest.raises(ValueError, match="none is not a folder"):
-        synthesize.main(config)
+        synthesize_preferences.main(config)

@@ -1,0 +1,284 @@
+"""Synthesis of training data: preference pairs of a strong and a weak model.
+
+python -m megatron_nb.synthesize --config-name synthesize_preferences strong.checkpoint=RUN weak.checkpoint=RUN \
+       prompts.sources.a.path=prompts.jsonl
+torchrun --nproc-per-node N -m megatron_nb.synthesize --config-name synthesize_preferences [overrides]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from megatron_nb.config import flatten, job, to_yaml
+from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.model.gpt import build, check_layout
+from megatron_nb.model.hf import LiveWeights
+from megatron_nb.model.hf_config import config_from_hf
+from megatron_nb.model.shape import ModelConfig
+from megatron_nb.parallel import topology
+from megatron_nb.parallel.topology import ParallelConfig, Topology
+from megatron_nb.records import Group, Prompt, Rollout, Score
+from megatron_nb.rewards.reward import RewardConfig, build_reward, check_reward
+from megatron_nb.rollout.agent import seed_of
+from megatron_nb.rollout.native import NativeConfig, NativeEngine
+from megatron_nb.run import Run
+from megatron_nb.synthesis.answers import Answer, AnswererConfig, EndpointAsker, EngineAsker, Question, answer_all
+from megatron_nb.synthesis.ledger import Ledger, Progress
+from megatron_nb.synthesis.preferences import Judged, PairsConfig, QuestionConfig, read_questions, write_pairs
+from megatron_nb.training.checkpoint_folder import resolve
+from megatron_nb.training.start import find_origin, load_start
+
+log = logging.getLogger(__name__)
+SIDES = ("strong", "weak")
+
+
+@dataclass
+class PreferencesConfig:
+    """One stage of preference synthesis."""
+
+    name: str | None = None  # run folder runs_dir/name; None: derived from the configuration
+    runs_dir: str = "runs"
+    seed: int = 1234
+    concurrency: int = 256  # questions under way at once
+    max_prompt_tokens: int = 8192  # of a checkpoint's prompts, with template and header; longer ones are left out
+    prompts: QuestionConfig = field(default_factory=QuestionConfig)
+    strong: AnswererConfig = field(default_factory=AnswererConfig)
+    weak: AnswererConfig = field(default_factory=AnswererConfig)
+    judge: RewardConfig = field(default_factory=RewardConfig)  # without terms the strong model's answer is the better one
+    pairs: PairsConfig = field(default_factory=PairsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # in which a checkpoint is loaded
+    engine: NativeConfig = field(default_factory=NativeConfig)  # by which it is sampled
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self):
+        for name in ("concurrency", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative: the generators take no such seed")
+        if self.strong.samples != self.weak.samples:
+            raise ValueError(f"strong.samples={self.strong.samples} and weak.samples={self.weak.samples} must be equal: pairs")
+
+
+    def validate(self) -> None:
+        """Raises ValueError for a setting that no run could use."""
+        self.prompts.validate()
+        self.strong.validate("strong")
+        self.weak.validate("weak")
+        self.pairs.validate()
+        if self.judge.terms:
+            check_reward(self.judge)
+
+
+def shape_of(path: str) -> ModelConfig:
+    """The shape of a checkpoint of any kind. ValueError when there is none."""
+    step = resolve(path)
+    if step is None:
+        return config_from_hf(path)
+    return ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
+
+
+def describe_job(config: PreferencesConfig, questions: list[Question], dropped: Counter) -> str:
+    """What the dry run prints below the configuration. ValueError when it cannot run."""
+    lines = [
+        f"prompts      {len(questions)}, {sum(bool(question.adversarial) for question in questions)} of them adversarial; "
+        f"{dropped.total()} left out as duplicates"
+    ]
+    for side in SIDES:
+        answerer = getattr(config, side)
+        about = ""
+        if answerer.checkpoint:
+            model = shape_of(answerer.checkpoint)
+            check_layout(model, config.parallel)
+            about = f", {model.num_parameters:,} parameters"
+        lines.append(f"{side:<12} {answerer.told}{about}; {answerer.samples} answers of at most {answerer.max_tokens} tokens, "
+                     f"temperature {answerer.temperature:g}")  # fmt: skip
+    lines.append(f"judge        {', '.join(config.judge.terms) or 'none: the answer of the strong model is the better one'}")
+    lines.append(f"parts        {', '.join(f'{name} {share:.0%}' for name, share in config.pairs.parts.items()) or 'one'}")
+    return "\n".join(lines)
+
+
+def ledger_name(kind: str, *told: Any) -> str:
+    """KIND-DIGEST of everything that decides the rows, so that a changed configuration does not meet the old ones."""
+    text = json.dumps(told, sort_keys=True, default=str)
+    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+def decides(answerer: AnswererConfig) -> dict[str, Any]:
+    """What of an answerer's settings decides its answers."""
+    told = flatten(answerer)
+    if answerer.endpoint:
+        return {key: told[key] for key in told if not key.startswith("endpoint.")} | {"endpoint": answerer.told}
+    return told | {"checkpoint": str(resolve(answerer.checkpoint) or answerer.checkpoint)}
+
+
+def sample(
+    side: str, questions: list[Question], config: PreferencesConfig, place: Topology, folder: Path, name: str
+) -> Ledger:  # fmt: skip
+    """This side's answers to every question, on disk. Collective."""
+    answerer = getattr(config, side)
+
+    def asking(asker: Any, share: list[Question], ledger: Ledger) -> Callable[[], Awaitable[None]]:
+        return lambda: answer_all(asker, share, ledger, side, answerer.samples, config.seed, config.concurrency)
+
+    if answerer.endpoint:
+        ledger = Ledger(folder, name, place.rank)
+        asyncio.run(asking(EndpointAsker(answerer), questions[place.rank :: place.world], ledger)())
+    else:
+        ledger = Ledger(folder, name, place.rank)
+        done = all(question.id in ledger for question in questions)
+        if not _on_all(done):
+            sample_checkpoint(answerer, questions, config, place, ledger, asking)
+    dist.barrier()
+    ledger.read()
+    return ledger
+
+
+def sample_checkpoint(
+    answerer: AnswererConfig, questions: list[Question], config: PreferencesConfig, place: Topology, ledger: Ledger,
+    asking: Callable[..., Callable[[], Awaitable[None]]],
+) -> None:  # fmt: skip
+    """Load the checkpoint, make an engine, ask this replica's share."""
+    model = shape_of(answerer.checkpoint)
+    origin = find_origin(answerer.checkpoint, model)
+    tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
+    chunks = build(model, config.parallel)
+    load_start(origin, chunks, model, config.seed)
+    engine = NativeEngine(config.engine, model, place)
+    engine.load_weights(LiveWeights(chunks, model), version=0)
+    longest = config.engine.max_sequence_length or model.max_position_embeddings
+    asker = EngineAsker(engine, tokenizer, answerer, min(config.max_prompt_tokens, longest - answerer.max_tokens))
+    try:
+        engine.run(asking(asker, questions[engine.replica :: engine.replicas], ledger))
+    finally:
+        engine.close()
+    del chunks, engine, asker
+    gc.collect()
+
+
+def _on_all(value: bool) -> bool:
+    """Whether it holds on every rank. Collective."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(values)
+
+
+async def judge_all(judge: RewardConfig, questions: list[tuple[Question, dict]], ledger: Ledger, concurrency: int) -> None:
+    """Scores of every question's answers, strong before weak, into the ledger."""
+    reward = build_reward(judge, None, "cpu")
+    open_ = [pair for pair in questions if pair[0].id not in ledger]
+    progress, room = Progress("judged", len(questions), len(questions) - len(open_)), asyncio.Semaphore(concurrency)
+
+    async def one(question: Question, answers: dict[str, list[dict]]) -> None:
+        async with room:
+            group = Group(question.id, Prompt(question.conversation, [], question.data), [
+                as_rollout(Answer(**row), question.id, number)
+                for number, row in enumerate(answers["strong"] + answers["weak"])
+            ])  # fmt: skip
+            scores = await reward.score(group)
+            for score in scores:
+                if score.reward is None:
+                    log.warning("%s: an answer is not judged: %s", question.id, score.reason)
+            ledger[question.id] = [dataclasses.asdict(score) for score in scores]
+            progress.tick()
+
+    async with asyncio.TaskGroup() as tasks:
+        for question, answers in open_:
+            tasks.create_task(one(question, answers))
+
+
+def as_rollout(answer: Answer, group_id: str, index: int) -> Rollout:
+    """An answer as rewards know it; its tokens are gone."""
+    status = "done" if answer.whole else "length"
+    return Rollout([], [], [], [], [], [], [], status, {}, 0, group_id, index, text=answer.text)
+
+
+def judged_all(
+    questions: list[Question], ledgers: dict[str, Ledger], config: PreferencesConfig, place: Topology, folder: Path, name: str,
+    dropped: Counter,
+) -> list[Judged]:  # fmt: skip
+    """Every question with the answers and scores of both sides, those without counted in `dropped`. Collective."""
+    both = []
+    for question in questions:
+        rows = {side: ledgers[side][question.id] for side in SIDES if question.id in ledgers[side]}
+        reason = next((row["dropped"] for row in rows.values() if "dropped" in row), "failed" if len(rows) < 2 else None)
+        if reason:
+            dropped[reason] += 1
+        else:
+            both.append((question, {side: row["answers"] for side, row in rows.items()}))
+    if not config.judge.terms:
+        sure = {"strong": Score(1.0), "weak": Score(0.0)}
+        return [Judged(question, answers, {side: [sure[side]] * len(answers[side]) for side in SIDES})
+                for question, answers in both]  # fmt: skip
+    ledger = Ledger(folder, name, place.rank)
+    asyncio.run(judge_all(config.judge, both[place.rank :: place.world], ledger, config.concurrency))
+    dist.barrier()
+    ledger.read()
+    found = []
+    for question, answers in both:
+        scores, first = [Score(**row) for row in ledger[question.id]], len(answers["strong"])
+        found.append(Judged(question, answers, {"strong": scores[:first], "weak": scores[first:]}))
+    return found
+
+
+def synthesize(run: Run, config: PreferencesConfig, place: Topology, questions: list[Question], dropped: Counter) -> None:
+    """Sample both sides, judge, write pairs and summary; what an earlier attempt has finished is taken over."""
+    folder = run.folder / "synthesis"
+    names = [question.id for question in questions], config.seed, config.prompts.adversarial_share, config.max_prompt_tokens
+    told = {side: decides(getattr(config, side)) for side in SIDES}
+    strong_name = ledger_name("strong", told["strong"], names)
+    strong = sample("strong", questions, config, place, folder, strong_name)
+    complete = []  # with the turns that the strong model has written
+    for question in questions:
+        messages = strong[question.id].get("messages") if question.id in strong else None
+        complete.append(question.with_messages(messages) if messages else question)
+    answered = [question for question in complete if question.id in strong and "dropped" not in strong[question.id]]
+    weak_name = ledger_name("weak", told["weak"], strong_name)
+    weak = sample("weak", answered, config, place, folder, weak_name)
+    ledgers = {"strong": strong, "weak": weak}
+    name = ledger_name("scores", flatten(config.judge), strong_name, weak_name)
+    judged = judged_all(complete, ledgers, config, place, folder, name, dropped)
+    if run.rank == 0:
+        models = {side: getattr(config, side).told for side in SIDES}
+        seed = seed_of(config.seed, "balance")
+        measured = write_pairs(run.folder / "pairs", judged, config.pairs, models, seed)
+        measured |= {f"dropped_{reason}": count for reason, count in dropped.items()}
+        log.info("%s", "\n".join(f"{key:<28} {value:.6g}" for key, value in measured.items()))
+        if not measured["pairs"]:
+            raise ValueError(f"no pair is left of {len(questions)} prompts, see the counts above: check models and judge")
+        run.write_summary(config.seed, prompts=len(questions), **measured)
+    dist.barrier()
+
+
+@job(PreferencesConfig, "synthesize_preferences")
+def main(config: PreferencesConfig) -> None:
+    """Run the stage, or describe it."""
+    config.validate()
+    questions, dropped = read_questions(config.prompts, config.seed)
+    report = describe_job(config, questions, dropped)
+    if config.launch.dry_run:
+        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+        return
+    place = topology.initialize(config.parallel, config.seed)
+    with open_run(config, "synthesize") as run:
+        log.info("%s\n%s", run.folder, report)
+        synthesize(run, config, place, questions, dropped)
+
+
+if __name__ == "__main__":
+    main()
