@@ -118,7 +118,7 @@ def schema_of_stage(known: Collection[str]) -> str:
                 stages[path.stem] = first
     if arguments.config_name not in stages:
         asked = arguments.config_name
-        given = f"--config-name={asked} is no stage of this command: give one of" if asked else "which stage? give --config-name:"
+        given = f"--config-name={asked} is no stage of this command: give" if asked else "which stage? give --config-name:"
         _stop(ConfigError(f"{given} {', '.join(stages)}"), code=2)
     return stages[arguments.config_name]
 
