@@ -76,6 +76,7 @@ class Answer:
     text: str  # thinking included
     whole: bool  # False: cut off at max_tokens
     tokens: int
+    prompt_tokens: int = 0  # what the question cost; 0: not told
 
 
 class TooLong(ValueError):
@@ -101,7 +102,7 @@ class EngineAsker:
         rollout = await episode(
             self.engine, Prompt(conversation, ids), self.sampling, group_id=name, index=0, seed=seed, tokenizer=self.tokenizer
         )
-        return Answer(rollout.text, rollout.status == "done", len(rollout.ids))
+        return Answer(rollout.text, rollout.status == "done", len(rollout.ids), len(ids))
 
 
 class EndpointAsker:
@@ -125,7 +126,9 @@ def _read(reply: dict[str, Any]) -> Answer:
     text = choice["message"].get("content") or ""
     if thought := choice["message"].get("reasoning_content"):
         text = f"<think>\n{thought}\n</think>\n\n{text}"
-    return Answer(text, choice.get("finish_reason") != "length", (reply.get("usage") or {}).get("completion_tokens", 0))
+    used = reply.get("usage") or {}
+    whole = choice.get("finish_reason") != "length"
+    return Answer(text, whole, used.get("completion_tokens", 0), used.get("prompt_tokens", 0))
 
 
 async def answer_all(

@@ -128,7 +128,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         text = body["messages"][-1]["content"]
         status = 503 if len(self.asked) == 1 else 400 if text == "question 2" else 200
         choice = {"message": {"content": text.upper()}, "finish_reason": "length" if text == "question 3" else "stop"}
-        reply = json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}).encode()
+        reply = json.dumps({"choices": [choice], "usage": {"completion_tokens": 2, "prompt_tokens": 5}}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(reply)))
         self.end_headers()
@@ -148,7 +148,7 @@ def test_an_endpoint_is_asked_with_seeds_and_what_it_refuses_is_left_out(tmp_pat
     finally:
         server.shutdown()
         server.server_close()
-    assert ledger[question(1).id]["answers"] == [{"text": "QUESTION 1", "whole": True, "tokens": 2}]
+    assert ledger[question(1).id]["answers"] == [{"text": "QUESTION 1", "whole": True, "tokens": 2, "prompt_tokens": 5}]
     assert ledger[question(3).id]["answers"][0]["whole"] is False
     assert question(2).id not in ledger
     assert {(body["model"], body["max_tokens"]) for body in Server.asked} == {("judge-model", 9)}

@@ -1,0 +1,73 @@
+"""From an AnswererConfig to a model that answers: the checkpoint loaded behind an engine, or the endpoint's client."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import yaml
+
+from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.model.gpt import build
+from megatron_nb.model.hf import LiveWeights
+from megatron_nb.model.hf_config import config_from_hf
+from megatron_nb.model.shape import ModelConfig
+from megatron_nb.parallel.topology import ParallelConfig, Topology
+from megatron_nb.rollout.native import NativeConfig, NativeEngine
+from megatron_nb.schema import flatten
+from megatron_nb.synthesis.answers import AnswererConfig, Asker, EndpointAsker, EngineAsker
+from megatron_nb.training.checkpoint_folder import resolve
+from megatron_nb.training.start import find_origin, load_start
+
+Work = Callable[[Asker, int, int], Awaitable[None]]  # (who answers, which share of the questions, of how many shares)
+
+
+def shape_of(path: str) -> ModelConfig:
+    """The shape of a checkpoint of any kind. ValueError when there is none."""
+    step = resolve(path)
+    if step is None:
+        return config_from_hf(path)
+    return ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
+
+
+def ledger_name(kind: str, *told: Any) -> str:
+    """KIND-DIGEST of everything that decides the rows, so that a changed configuration does not meet the old ones."""
+    text = json.dumps(told, sort_keys=True, default=str)
+    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+def decides(answerer: AnswererConfig) -> dict[str, Any]:
+    """What of an answerer's settings decides its answers."""
+    told = flatten(answerer)
+    if answerer.endpoint:
+        return {key: told[key] for key in told if not key.startswith("endpoint.")} | {"endpoint": answerer.told}
+    return told | {"checkpoint": str(resolve(answerer.checkpoint) or answerer.checkpoint)}
+
+
+def with_asker(
+    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig, engine: NativeConfig,
+    max_prompt_tokens: int,
+) -> None:  # fmt: skip
+    """Run `work` with the model on every share of the questions. Collective; what work raises passes through."""
+    if answerer.endpoint:
+        asyncio.run(work(EndpointAsker(answerer), place.rank, place.world))
+        return
+    model = shape_of(answerer.checkpoint)
+    origin = find_origin(answerer.checkpoint, model)
+    tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
+    chunks = build(model, parallel)
+    load_start(origin, chunks, model, seed)
+    native = NativeEngine(engine, model, place)
+    native.load_weights(LiveWeights(chunks, model), version=0)
+    longest = (engine.max_sequence_length or model.max_position_embeddings) - answerer.max_tokens
+    asker = EngineAsker(native, tokenizer, answerer, min(max_prompt_tokens, longest))
+    try:
+        native.run(lambda: work(asker, native.replica, native.replicas))
+    finally:
+        native.close()
+    del chunks, native, asker
+    gc.collect()
