@@ -52,9 +52,12 @@ class Request:
     """One stream of tokens to be sampled after `ids`. The seed decides the draw, whatever else runs beside it."""
 
     request_id: str
-    ids: list[int]
+    ids: list[int]  # all of them, also those that the engine has read before
     sampling: Sampling
     seed: int
+    # the stream that it goes on with: what the session's last request left in the cache is not read again as far as `ids`
+    # begins alike. One request of a session at a time; `end_session` when the stream is over
+    session: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,20 @@ class Completion:
     stop: Stop
 
 
+@dataclass
+class Stats:
+    """Tokens by what the engine's model did with them, on this replica, since it was made.
+
+    A stream of L ids in one session, however many turns, adds L - 1 to prefilled + decoded (nobody needs what follows its
+    last id), plus what was lost and had to be read again, less what other streams had read already.
+    """
+
+    prefilled: int = 0  # read as ids of a request
+    decoded: int = 0  # read one by one, as they were sampled
+    reused: int = 0  # ids of requests that did not have to be read: a session's, or a prefix that others share
+    lost: int = 0  # dropped from the cache before their session or request was over: for want of memory, or new weights
+
+
 class Engine(Protocol):
     """See the head of the file."""
 
@@ -74,12 +91,16 @@ class Engine(Protocol):
     replica: int  # which replica this rank belongs to
     replicas: int
     leads: bool  # whether this rank runs the coroutines of its replica
+    stats: Stats
 
     async def generate(self, request: Request) -> Completion:
         """Sample one stream. ValueError for a request that can never be served. Only within `run` or `start`, on a leader."""
 
     async def abort(self, request_id: str) -> None:
         """End a running request with Stop.ABORT; nothing when it is not running."""
+
+    async def end_session(self, session: str) -> None:
+        """The stream does not go on: free what is kept of it. Nothing when there is none."""
 
     def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
         """Collective. `main()`'s result on leaders, None elsewhere; an exception on a leader is raised on every rank."""
@@ -88,7 +109,7 @@ class Engine(Protocol):
         """Like `run` without waiting: generation goes on while the ranks train. ValueError where the engine cannot."""
 
     def load_weights(self, source: WeightSource, version: int) -> None:
-        """Collective. Take new weights; running requests end with Stop.ABORT first; no cached prefix survives."""
+        """Collective. Take new weights; running requests end with Stop.ABORT first; no cached prefix or session survives."""
 
     def sleep(self) -> None:
         """Collective. Free the KV cache (and weights, where it can) while the ranks train."""

@@ -109,6 +109,10 @@ class ServerEngine:
         if request_id in self._running:
             self._running[request_id].cancel()
 
+    async def end_session(self, session: str) -> None:
+        """Forget its server, whose cache drops what is not read again by itself."""
+        self._homes.pop(session, None)
+
     def _place(self, request: Request) -> int:
         """The server that has read this stream's beginning; else the least busy one that has not just failed."""
         stream, now = stream_of(request), self._loop.time()

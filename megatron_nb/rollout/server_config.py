@@ -41,8 +41,8 @@ class ServerConfig:
 
 
 def stream_of(request: Request) -> str:
-    """What a request goes on with: "group/index/turn.part" is a part of the stream "group/index"."""
-    return request.request_id.rpartition("/")[0] or request.request_id
+    """What a request goes on with: its session, or "group/index" of an id "group/index/turn.part"."""
+    return request.session or request.request_id.rpartition("/")[0] or request.request_id
 
 
 def body_of(model: str, request: Request) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
+    async def end_session(self, session: str) -> None: ...
+
     def run(self, main):
         return asyncio.run(main()) if self.leads else None
 
