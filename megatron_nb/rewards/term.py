@@ -30,6 +30,7 @@ BUILT_IN = {
     "pairwise": "megatron_nb.rewards.pairwise.Pairwise",
     "judge": "megatron_nb.rewards.judge.Judge",
     "math": "megatron_nb.rewards.answer.MathAnswer",
+    "search_answer": "megatron_nb.rewards.answer_search.SearchAnswer",
     "pass_rate": "megatron_nb.rewards.code.PassRate",
     "gated_complexity": "megatron_nb.rewards.code.GatedComplexity",
     "exact": "megatron_nb.rewards.rules.Exact",
