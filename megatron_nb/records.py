@@ -168,3 +168,11 @@ class Group:
     group_id: str
     prompt: Prompt
     rollouts: list[Rollout]
+
+    @property
+    def episodes(self) -> list[list[Rollout]]:
+        """The rows of every rollout in the order of their segments; the rollouts in the order of their first rows here."""
+        found: dict[int, list[Rollout]] = {}
+        for row in self.rollouts:
+            found.setdefault(row.index, []).append(row)
+        return [sorted(rows, key=lambda row: row.segment) for rows in found.values()]

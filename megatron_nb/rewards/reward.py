@@ -8,7 +8,8 @@ term: with weight 0 it only lets pass. The other terms are asked at the same tim
 time-out) makes the rollout invalid: reward None, with a reason that names the term and the cause. `parts` keeps the value of
 every term that was asked, before its weight, and `reason` what they said.
 
-An episode of several rows is scored once, by its last row, and its rows share the Score. See README.md for one's own terms.
+An episode of several rows is scored once, by its last row (score_episode: by all of them), and its rows share the Score.
+See README.md for one's own terms.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Reward(Protocol):
     """Whatever judges rollouts."""
 
     async def score(self, group: Group) -> list[Score]:
-        """One Score per rollout, in their order."""
+        """One Score per episode (rows of one rollout), in the order of group.episodes."""
 
 
 @dataclass
@@ -133,9 +134,9 @@ class ComposedReward:
         }
 
     async def score(self, group: Group) -> list[Score]:
-        """One Score per rollout, in their order. ValueError when a term gives a list of another length."""
-        last = {rollout.index: rollout for rollout in sorted(group.rollouts, key=lambda rollout: rollout.segment)}
-        valid = [rollout for rollout in last.values() if rollout.status != "invalid"]
+        """One Score per episode, in the order of group.episodes. ValueError when a term gives a list of another length."""
+        rows = {episode[-1].index: episode for episode in group.episodes}
+        valid = [episode[-1] for episode in rows.values() if episode[-1].status != "invalid"]
         sheets = {rollout.index: _Sheet() for rollout in valid}
         seen = Group(group.group_id, group.prompt, valid)
 
@@ -144,16 +145,16 @@ class ComposedReward:
 
         for name, term in self.config.terms.items():
             if term.gate and (rollouts := asked()):
-                scores = await self.terms[name].scores(seen, rollouts)
+                scores = await self.terms[name].scores(seen, rollouts, rows)
                 self._enter(name, rollouts, scores, sheets)
         rollouts = asked()
         others = [name for name, term in self.config.terms.items() if not term.gate] if rollouts else []
-        answers = await asyncio.gather(*(self.terms[name].scores(seen, rollouts) for name in others))
+        answers = await asyncio.gather(*(self.terms[name].scores(seen, rollouts, rows) for name in others))
         for name, scores in zip(others, answers):
             self._enter(name, rollouts, scores, sheets)
         none = Score(None, reason="the rollout itself is invalid")
         totals = {index: sheet.total() for index, sheet in sheets.items()}
-        return [totals.get(rollout.index, none) for rollout in group.rollouts]
+        return [totals.get(index, none) for index in rows]
 
     def close(self) -> None:
         """End the worker processes; they end with the job anyway."""

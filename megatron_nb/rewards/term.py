@@ -39,14 +39,17 @@ BUILT_IN = {
     "length": "megatron_nb.rewards.rules.Length",
     "repetition": "megatron_nb.rewards.rules.Repetition",
     "language": "megatron_nb.rewards.rules.Language",
+    "critic": "megatron_nb.rewards.critic.Critic",
 }
 METHODS = {  # name -> what it is called with
     "score": "(group)",
     "score_rollout": "(prompt, rollout)",
+    "score_episode": "(prompt, rows)",
     "score_texts": "(prompt, texts)",
     "score_ids": "(prompt, ids)",
 }
 GIVEN = ("tokenizer", "device")  # parameters of a constructor that are filled in when the settings do not
+SINGLE = ("score_rollout", "score_episode")  # methods that give one verdict
 SLOW_S = 10.0  # after which, or after half its time, the log says what is waited for
 SHOWN = 8  # rollouts named in a line of the log
 
@@ -123,13 +126,15 @@ class Term:
         self._waiting: dict[str, float] = {}  # whose verdict is waited for -> since when
         self._told = 0.0
 
-    async def scores(self, group: Group, asked: list[Rollout]) -> list[Score]:
-        """A Score for each of `asked`. What compares the rollouts of a group sees them all.
+    async def scores(self, group: Group, asked: list[Rollout], rows: dict[int, list[Rollout]]) -> list[Score]:
+        """A Score for each of `asked`, the last rows of their episodes. What compares the rollouts of a group sees them all.
 
+        rows: by the rollout's index all rows of its episode.
         Raises ValueError when the scorer gives another number of verdicts than it was asked for.
         """
-        if self.method == "score_rollout":
-            calls = (self._verdicts((group.prompt, rollout), [rollout]) for rollout in asked)
+        if self.method in SINGLE:
+            whole = self.method == "score_episode"
+            calls = (self._verdicts((group.prompt, rows[one.index] if whole else one), [one]) for one in asked)
             return [scores[0] for scores in await asyncio.gather(*calls)]
         if self.method == "score":
             every = await self._verdicts((group,), group.rollouts)
@@ -144,7 +149,7 @@ class Term:
         except Exception as error:
             cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return [Score(None, reason=cause) for _ in rollouts]
-        if self.method == "score_rollout":
+        if self.method in SINGLE:
             return [as_score(answer)]
         if not isinstance(answer, Sequence) and hasattr(answer, "tolist"):
             answer = answer.tolist()  # of an array or tensor

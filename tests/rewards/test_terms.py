@@ -48,12 +48,12 @@ def test_a_gate_that_fails_makes_the_rollout_invalid_not_zero():
     assert score == Score(None, None, {}, "gate: it gave None")
 
 
-def test_invalid_rollouts_are_never_asked_about_and_rows_of_an_episode_share_the_score_of_the_last():
+def test_invalid_rollouts_are_never_asked_about_and_an_episode_is_scored_once_by_its_last_row():
     group = group_of("first", "second", "", statuses=["done", "done", "invalid"])
     group.rollouts[0].index = group.rollouts[1].index = 0
     group.rollouts[0].segment = 1  # the rows come in any order
-    first, second, invalid = scores({"n": {"kind": f"{OWN}.longer_is_better"}, "rank": {"kind": f"{OWN}.Rank"}}, group)
-    assert first == second and first.parts == {"n": 5.0, "rank": 0.0, "rank/seen": 1}
+    both, invalid = scores({"n": {"kind": f"{OWN}.longer_is_better"}, "rank": {"kind": f"{OWN}.Rank"}}, group)
+    assert both.parts == {"n": 5.0, "rank": 0.0, "rank/seen": 1}
     assert invalid.reward is None and "itself is invalid" in invalid.reason
 
 
