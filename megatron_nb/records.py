@@ -126,9 +126,9 @@ class Turn:
 
     start: int
     stop: int
-    kind: str  # assistant | tool | user
-    calls: int = 0
-    status: str = ""
+    kind: str  # assistant | tool
+    calls: int = 0  # of an assistant turn: those that could be read
+    status: str = ""  # assistant: eos | length | malformed (a call in it could not be read); tool: ok | error | failed
     reward: float | None = None
 
 
@@ -146,7 +146,7 @@ class Rollout:
     weight_version: list[int]  # of the weights that sampled the token; -1 where not sampled
     turn_id: list[int]  # index into `turns`
     turns: list[Turn]
-    status: str  # how it ended: done | length | turns | invalid
+    status: str  # how the episode ended, the same in all its rows: done | length | turns | invalid
     sampling: dict[str, Any]
     seed: int
     group_id: str
@@ -167,7 +167,15 @@ class Group:
 
     group_id: str
     prompt: Prompt
-    rollouts: list[Rollout]
+    rollouts: list[Rollout]  # rows: those of an episode follow one another, by segment
+
+    @property
+    def episodes(self) -> list[list[Rollout]]:
+        """The rows of each episode, in order."""
+        rows: dict[int, list[Rollout]] = {}
+        for rollout in self.rollouts:
+            rows.setdefault(rollout.index, []).append(rollout)
+        return list(rows.values())
 
     @property
     def episodes(self) -> list[list[Rollout]]:
