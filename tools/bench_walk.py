@@ -20,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.run import write_summary  # noqa: E402
+from megatron_nb.search.graph import Out  # noqa: E402
 from megatron_nb.synthesis.walk import WalkConfig, Walker  # noqa: E402
 
 GOAL = 1e6  # steps per minute
@@ -27,11 +28,10 @@ GOAL = 1e6  # steps per minute
 
 @dataclass
 class RandomGraph:
-    """pages and links of random ends, as the graph of a corpus."""
+    """As the graph of a corpus (search/graph.py)."""
 
     titles: list[str]
-    offsets: np.ndarray
-    targets: np.ndarray
+    out: Out
     degree: np.ndarray
     date: np.ndarray
     kind: np.ndarray
@@ -47,8 +47,8 @@ def random_graph(pages: int, links: int, seed: int) -> RandomGraph:
     degree = (out + np.bincount(targets, minlength=pages)).astype(np.int32)
     kind = (rng.uniform(size=pages) < 0.1).astype(np.int8)  # article or not
     date = rng.uniform(15000, 20000, pages).astype(np.float32)
-    return RandomGraph([f"Page {number}" for number in range(pages)], np.concatenate([[0], np.cumsum(out)]), targets, degree,
-                       date, kind)  # fmt: skip
+    rows = Out(np.concatenate([[0], np.cumsum(out)]).astype(np.int32), targets, rng.integers(0, 3, links).astype(np.uint8))
+    return RandomGraph([f"Page {number}" for number in range(pages)], rows, degree, date, kind)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 A head is drawn among the pages whose date lies within a window before the cutoff and whose degree lies in a band, with weight
 exp(-age / tau). Each step follows a link with weight 1 / log(2 + degree of its target) and never visits a page twice.
-Disambiguation pages, lists and calendar pages (a year, a century) are neither heads nor steps. n pages, m links, B walks,
+Disambiguation pages, lists and calendar pages (a year, a century) are neither heads nor steps; links that stand in no sentence
+are not followed. n pages, m links, B walks,
 L steps at most.
 """
 
@@ -12,27 +13,20 @@ import datetime
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_nb.search.dates import MONTH
-from megatron_nb.search.pages import KINDS
+from megatron_nb.search.pages import KINDS, LINK_KINDS
+
+if TYPE_CHECKING:
+    from megatron_nb.search.graph import Graph
 
 CALENDAR = re.compile(rf"\d{{1,4}}s?( (AD|BC|BCE|CE))?|\d+(st|nd|rd|th) (century|millennium)\b.*|({MONTH})( \d+)?")
+QUOTABLE = ("infobox", "lead", "text")  # links that stand in a sentence or in a field with a name
 REDRAWS = 8  # of a step that would come back, before its links are weighed one by one
 EPOCH = datetime.date(1970, 1, 1)
-
-
-class Links(Protocol):
-    """What is needed of the graph of a corpus (search/store.py)."""
-
-    titles: list[str]
-    offsets: np.ndarray  # [n + 1]
-    targets: np.ndarray  # [m]
-    degree: np.ndarray  # [n] links in and out
-    date: np.ndarray  # [n] days since 1970, nan where unknown
-    kind: np.ndarray  # [n] positions in search.pages.KINDS
 
 
 @dataclass
@@ -64,15 +58,16 @@ class WalkConfig:
 class Walker:
     """Draws walks. ValueError when no page can be a head."""
 
-    def __init__(self, graph: Links, config: WalkConfig, without: Iterable[int] = ()):
+    def __init__(self, graph: Graph, config: WalkConfig, without: Iterable[int] = ()):
         """without: pages that are neither heads nor steps."""
         self.graph, self.config = graph, config
         usable = np.asarray(graph.kind) == KINDS.index("article")
         usable &= np.fromiter((CALENDAR.fullmatch(title) is None for title in graph.titles), bool, len(graph.titles))
         usable[np.fromiter(without, np.int64)] = False
-        sources = np.repeat(np.arange(len(usable), dtype=np.int32), np.diff(graph.offsets))
-        kept = usable[sources] & usable[graph.targets] & (sources != graph.targets)
-        self.targets = np.asarray(graph.targets)[kept]  # [m]
+        targets = np.asarray(graph.out.targets)
+        sources = np.repeat(np.arange(len(usable), dtype=np.int32), np.diff(graph.out.offsets))
+        kept = usable[sources] & usable[targets] & np.isin(graph.out.types, [LINK_KINDS.index(name) for name in QUOTABLE])
+        self.targets = targets[kept]  # [m]
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(sources[kept], minlength=len(usable)))])  # [n + 1]
         self.weight = 1 / np.log(2 + graph.degree[self.targets].astype(np.float64))  # [m]
         self.total = np.concatenate([[0], np.cumsum(self.weight)])  # [m + 1] weight of all links before this one

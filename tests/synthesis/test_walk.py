@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_nb.search.pages import KINDS
+from megatron_nb.search.graph import Out
+from megatron_nb.search.pages import KINDS, LINK_KINDS
 from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
 from tools import bench_walk
 from tools.bench_walk import random_graph
@@ -22,12 +23,15 @@ class Graph:
     date: np.ndarray = None
     titles: list[str] = field(default_factory=list)
     kind: np.ndarray = None
+    types: list[int] | None = None
 
     def __post_init__(self):
         out = [sorted(self.links.get(page, [])) for page in range(self.n)]
-        self.offsets = np.concatenate([[0], np.cumsum([len(row) for row in out])])
-        self.targets = np.array([target for row in out for target in row], np.int32)
-        self.degree = (np.diff(self.offsets) + np.bincount(self.targets, minlength=self.n)).astype(np.int32)
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in out])])
+        targets = np.array([target for row in out for target in row], np.int32)
+        types = np.full(len(targets), LINK_KINDS.index("text")) if self.types is None else np.array(self.types)
+        self.out = Out(offsets, targets, types)
+        self.degree = (np.diff(offsets) + np.bincount(targets, minlength=self.n)).astype(np.int32)
         self.date = np.full(self.n, np.nan, np.float32) if self.date is None else np.asarray(self.date, np.float32)
         self.titles = self.titles or [f"Page {chr(65 + page % 26)}{page // 26}" for page in range(self.n)]
         self.kind = np.zeros(self.n, np.int8) if self.kind is None else np.asarray(self.kind)
@@ -94,7 +98,7 @@ def test_no_walk_visits_a_page_twice_and_every_step_is_a_link(seed):
         walked = row[: length + 1].tolist()
         assert -1 not in walked and (row[length + 1 :] == -1).all() and len(set(walked)) == len(walked)
         for source, target in zip(walked, walked[1:]):
-            assert target in graph.targets[graph.offsets[source] : graph.offsets[source + 1]]
+            assert target in graph.out.targets[graph.out.offsets[source] : graph.out.offsets[source + 1]]
     assert steps.max() == 9
 
 
@@ -116,6 +120,13 @@ def test_lists_disambiguation_calendar_and_excluded_pages_are_neither_heads_nor_
     graph = Graph({page: [p for p in range(10) if p != page] for page in range(10)}, 10, titles=titles, kind=kinds)
     pages, _ = Walker(graph, any_head(max_steps=3), without=[7]).draw(2000, [0])
     assert set(pages[pages >= 0]) == {0, 1, 8, 9}
+
+
+def test_links_of_lists_and_tables_are_not_followed():
+    types = [LINK_KINDS.index(kind) for kind in ("infobox", "lead", "text", "list", "table")]
+    graph = Graph({0: [1, 2, 3, 4, 5]}, 6, types=types)
+    pages, _ = Walker(graph, any_head()).draw(500, [0])
+    assert set(pages[:, 1]) == {1, 2, 3}
 
 
 def test_the_same_seed_draws_the_same_walks():
