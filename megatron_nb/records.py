@@ -171,14 +171,6 @@ class Group:
 
     @property
     def episodes(self) -> list[list[Rollout]]:
-        """The rows of each episode, in order."""
-        rows: dict[int, list[Rollout]] = {}
-        for rollout in self.rollouts:
-            rows.setdefault(rollout.index, []).append(rollout)
-        return list(rows.values())
-
-    @property
-    def episodes(self) -> list[list[Rollout]]:
         """The rows of every rollout in the order of their segments; the rollouts in the order of their first rows here."""
         found: dict[int, list[Rollout]] = {}
         for row in self.rollouts:
