@@ -55,7 +55,15 @@ def with_asker(
     """Run `work` with the model on every share of the questions. Collective; what work raises passes through."""
     if answerer.endpoint:
         asyncio.run(work(EndpointAsker(answerer), place.rank, place.world))
-        return
+    else:
+        _with_checkpoint(answerer, work, place, seed, parallel, engine, max_prompt_tokens)
+        gc.collect()  # its memory, before the next model is loaded
+
+
+def _with_checkpoint(
+    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig, engine: NativeConfig,
+    max_prompt_tokens: int,
+) -> None:  # fmt: skip
     model = shape_of(answerer.checkpoint)
     origin = find_origin(answerer.checkpoint, model)
     tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
@@ -69,5 +77,3 @@ def with_asker(
         native.run(lambda: work(asker, native.replica, native.replicas))
     finally:
         native.close()
-    del chunks, native, asker
-    gc.collect()
