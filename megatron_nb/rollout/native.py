@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,12 +20,12 @@ import torch
 from megatron_nb.model.hf import WeightSource
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ON_CPU, Topology
-from megatron_nb.rollout.engine import Completion, Request, Stop
+from megatron_nb.rollout.engine import Completion, Request, Stats, Stop
 from megatron_nb.rollout.leader import portable
-from megatron_nb.rollout.native_attention import RolloutContext
-from megatron_nb.rollout.native_config import NativeConfig, cache_blocks, check, inference_config
+from megatron_nb.rollout.native_config import NativeConfig, cache_blocks, check, check_request, inference_config
 from megatron_nb.rollout.native_cpu import CpuWrapper, fits
 from megatron_nb.rollout.native_sampling import Sampler, Stream
+from megatron_nb.rollout.native_sessions import SessionContext
 from megatron_nb.rollout.native_weights import WeightSync, build_rollout, rollout_groups
 
 # isort: split
@@ -38,6 +38,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 T = TypeVar("T")
+News = tuple[list[tuple[Request, int]], list[str], list[str]]  # requests and how much of each is known, ended sessions, aborts
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 60.0  # an idle leader speaks this often, so that no rank of its replica waits into a time-out
 PATIENCE = timedelta(hours=12)  # for which a replica that is done waits for the others; a dead one shows at once
@@ -64,52 +65,35 @@ class NativeEngine:
         self._commands = commands[self.replica]
         module = build_rollout(model, config.tensor, padded_vocab, groups, config.cuda_graphs)
         self._take = WeightSync(module, self._world)
-        context = RolloutContext(module.config, inference_config(config, model, self.longest, groups))
+        self.stats = Stats()
+        context = SessionContext(module.config, inference_config(config, model, self.longest, groups), self.stats)
         context.kernels = model.kernels
         wrapped = (CpuWrapper if fits(model, config.tensor) else GPTInferenceWrapper)(module, context)
         wrapped.prep_model_for_inference()
         self._packs = wrapped if isinstance(wrapped, CpuWrapper) else None
         self.sampler = Sampler(wrapped, model.vocab_size, groups.tp)
+        context.streams = self.sampler.streams
         self.core = DynamicInferenceEngine(self.sampler, context)
         InferenceMode.unset_active()
         self._loop = self.core._loop = asyncio.new_event_loop()
         self._numbers = 0  # of requests ever run by this replica
         self._main: asyncio.Task | None = None
-        self._new: list[Request] = []
+        self._new: list[tuple[Request, asyncio.Future]] = []
+        self._ended: list[str] = []  # sessions
         self._aborts: list[str] = []
         self._waiting: dict[str, asyncio.Future] = {}  # completions that coroutines on this leader wait for
         self._wake_up = asyncio.Event()
 
     # ------------------------------------------------------------------ what coroutines call
-    def _refuse(self, request: Request) -> None:
-        """ValueError for a request that can never be served."""
-        name, prompt, sampling = request.request_id, len(request.ids), request.sampling
-        if not prompt:
-            raise ValueError(f"request {name!r} has no ids: at least one token must be given")
-        wrong = [i for i in request.ids if not 0 <= i < self.model.vocab_size]
-        if wrong:
-            raise ValueError(f"request {name!r} holds id {wrong[0]}, outside the vocabulary of {self.model.vocab_size}")
-        total = prompt + sampling.max_tokens
-        if total > self.longest:
-            raise ValueError(
-                f"request {name!r}: prompt {prompt} + max_tokens {sampling.max_tokens} = {total} must be at most "
-                f"max_sequence_length={self.longest}: ask for fewer tokens"
-            )
-        if math.ceil(total / self.config.block_size) > self.blocks:
-            raise ValueError(
-                f"request {name!r}: {total} tokens do not fit into the cache of {self.blocks} blocks of "
-                f"{self.config.block_size}: raise the engine's kv_cache_gb"
-            )
-
     async def generate(self, request: Request) -> Completion:
         """Sample one stream. ValueError for a request that can never be served, or whose id is running already."""
         if self._main is None:
             raise ValueError("generate must be awaited within run(main), on a rank that leads a replica")
-        self._refuse(request)
+        check_request(request, self.config, self.longest, self.blocks)
         if request.request_id in self._waiting:
             raise ValueError(f"request {request.request_id!r} is running already: give every request its own id")
         future = self._waiting[request.request_id] = self._loop.create_future()
-        self._new.append(request)
+        self._new.append((request, future))
         self._wake_up.set()
         try:
             return await future
@@ -121,6 +105,11 @@ class NativeEngine:
     async def abort(self, request_id: str) -> None:
         """End a running request with Stop.ABORT; nothing when it is not running."""
         self._aborts.append(request_id)
+        self._wake_up.set()
+
+    async def end_session(self, session: str) -> None:
+        """The stream does not go on: free what is kept of it. Nothing when there is none."""
+        self._ended.append(session)
         self._wake_up.set()
 
     # ------------------------------------------------------------------ the loop
@@ -161,17 +150,16 @@ class NativeEngine:
             while True:
                 for _ in range(3):  # what a completion sets off may be a new request
                     await asyncio.sleep(0)
-                if not (task.done() or self._new or self._aborts or self.core.has_unfinished_requests()):
+                if not (task.done() or self._new or self._ended or self._aborts or self.core.has_unfinished_requests()):
                     self._wake_up.clear()
                     try:
                         await asyncio.wait_for(self._wake_up.wait(), HEARTBEAT_S)
                     except TimeoutError:
-                        self._tell(([], []))
+                        self._tell(([], [], []))
                     continue
                 if task.done():
                     break
-                news = self._new, self._aborts
-                self._new, self._aborts = [], []
+                news = self._news()
                 self._tell(news)
                 await self._step(*news)
         finally:
@@ -196,10 +184,37 @@ class NativeEngine:
         dist.broadcast_object_list(message, group=self._commands, group_src=0)
         return message[0]
 
-    async def _step(self, new: list[Request], aborts: list[str]) -> None:
+    def _news(self) -> News:
+        """What has come in. Of a session's request only those ids go to the other ranks that they do not hold."""
+        ended, aborts, later = self._ended, self._aborts, []
+        new: list[tuple[Request, int]] = []
+        running = {stream.request.session for stream in self.sampler.streams.values()} - {None}
+        for request, future in self._new:
+            session = request.session
+            if future.done():
+                continue
+            if session in running and request.request_id in aborts:
+                future.set_result(Completion([], [], [], Stop.ABORT))
+            elif session in running:  # the session's last request, which was aborted, still takes one more step
+                later.append((request, future))
+            else:
+                known = 0 if session is None or session in ended else self.core.context.known(request)
+                rest = request.ids[known:]
+                if wrong := [i for i in rest if not 0 <= i < self.model.vocab_size]:
+                    name, size = request.request_id, self.model.vocab_size
+                    future.set_exception(ValueError(f"request {name!r} holds id {wrong[0]}, outside the vocabulary of {size}"))
+                    continue
+                running |= {session} - {None}
+                new.append((replace(request, ids=rest), known))
+        self._new, self._ended, self._aborts = later, [], []
+        return new, ended, aborts
+
+    async def _step(self, new: list[tuple[Request, int]], ended: list[str], aborts: list[str]) -> None:
         """Take in requests, sample one token of each running one, hand out what has ended; alike on every rank."""
-        for request in new:
-            self._admit(request)
+        for session in ended:
+            self.core.context.end(session)
+        for request, known in new:
+            self._admit(request, known)
         for request_id in aborts:
             self._end(request_id)
         if self.core.has_unfinished_requests():
@@ -212,21 +227,29 @@ class NativeEngine:
                 waiting.set_result(stream.completion())
         self.sampler.ended.clear()
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, known: int) -> None:
+        """known: ids of the session that come before request.ids and need not be read."""
         number, self._numbers = self._numbers, self._numbers + 1
+        ids, prompt = None, torch.tensor(request.ids)
+        if request.session is not None:
+            ids = self.core.context.reopen(request.session, known)
+            ids.extend(request.ids)
+            prompt = ids.tensor
         inner = DynamicInferenceRequest(
             request_id=number,
             prompt="",
-            prompt_tokens=torch.tensor(request.ids),
+            prompt_tokens=prompt,
             sampling_params=SamplingParams(
                 num_tokens_to_generate=request.sampling.max_tokens, termination_id=-1, skip_prompt_log_probs=True
             ),
             block_size_tokens=self.config.block_size,
-            enable_prefix_caching=self.config.prefix_caching,
+            enable_prefix_caching=self.config.prefix_caching and not known,
         )
-        self.sampler.streams[number] = Stream(request)
+        if known:
+            self.core.context.wait(request.session, inner)
+        self.sampler.streams[number] = Stream(request, len(prompt), ids)
         self.core._add_request(inner)
-        assert inner.status is not Status.FAILED, f"core refused request {request.request_id!r}, which _refuse let pass"
+        assert inner.status is not Status.FAILED, f"core refused request {request.request_id!r}, which check_request let pass"
 
     def _end(self, request_id: str) -> None:
         for number, stream in list(self.sampler.streams.items()):
@@ -235,11 +258,12 @@ class NativeEngine:
                 self.sampler.ended.append(stream)
                 if number in self.core.waiting_request_ids and number != self.core.context.chunked_prefill_request_id:
                     self.core.waiting_request_ids.remove(number)
+                    self.core.context.give_up(number)
                     del self.core.requests[number], self.sampler.streams[number]
 
     def _drop_requests(self) -> None:
-        """Forget all requests; cached prefixes stay, as the weights do."""
-        self._new, self._aborts = [], []
+        """Forget all requests; cached prefixes and sessions stay, as the weights do, unless requests were still running."""
+        self._new, self._ended, self._aborts = [], [], []
         if self.core.has_unfinished_requests():
             self.core.reset()
         self.sampler.streams.clear()
@@ -251,7 +275,7 @@ class NativeEngine:
 
     # ------------------------------------------------------------------ weights and memory
     def load_weights(self, source: WeightSource, version: int) -> None:
-        """Collective. Take the weights of source.modules; no cached prefix survives. Wakes."""
+        """Collective. Take the weights of source.modules; no cached prefix or session survives. Wakes."""
         self._drop_requests()
         if self._packs:
             self._packs.drop()

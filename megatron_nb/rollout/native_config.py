@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_nb.model.gpt import DTYPES  # which installs the CPU layer before core is used
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ON_CPU
+from megatron_nb.rollout.engine import Request
 from megatron_nb.rollout.native_attention import FLASH
 
 # isort: split
@@ -79,6 +81,24 @@ def cache_blocks(config: NativeConfig, model: ModelConfig) -> int:
             f"keeps: give at least {2 * block_bytes / 2**30:.3g}, or a smaller block_size"
         )
     return blocks
+
+
+def check_request(request: Request, config: NativeConfig, longest: int, blocks: int) -> None:
+    """ValueError for a request whose size can never be served: by `longest` tokens in a sequence, `blocks` in the cache."""
+    name, prompt, sampling = request.request_id, len(request.ids), request.sampling
+    if not prompt:
+        raise ValueError(f"request {name!r} has no ids: at least one token must be given")
+    total = prompt + sampling.max_tokens
+    if total > longest:
+        raise ValueError(
+            f"request {name!r}: prompt {prompt} + max_tokens {sampling.max_tokens} = {total} must be at most "
+            f"max_sequence_length={longest}: ask for fewer tokens"
+        )
+    if math.ceil(total / config.block_size) > blocks:
+        raise ValueError(
+            f"request {name!r}: {total} tokens do not fit into the cache of {blocks} blocks of {config.block_size}: raise the "
+            "engine's kv_cache_gb"
+        )
 
 
 def inference_config(config: NativeConfig, model: ModelConfig, longest: int, groups: ProcessGroupCollection) -> InferenceConfig:

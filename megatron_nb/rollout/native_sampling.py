@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_nb.rollout.engine import Completion, Request, Sampling, Stop
+from megatron_nb.rollout.native_sessions import Ids
 
 # isort: split
 import torch.distributed as dist
@@ -77,9 +78,11 @@ def draw(
 
 @dataclass
 class Stream:
-    """One request while it runs."""
+    """One request while it runs. A session's request holds only those of its ids that are new to this engine."""
 
     request: Request
+    start: int  # ids before the first sampled one
+    ids_kept: Ids | None = None  # of the session so far, without `ids`; None: nothing will be kept
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # on the leader
     versions: list[int] = field(default_factory=list)
@@ -144,7 +147,7 @@ class Sampler(TextGenerationController):
         logprobs = [0.0] * len(streams)
         tokens = self._sampled_tokens_cuda[: len(streams)]
         if self.group.rank() == 0:
-            uniforms = [uniform(s.request.seed, len(s.request.ids) + len(s.ids)) for s in streams]
+            uniforms = [uniform(s.request.seed, s.start + len(s.ids)) for s in streams]
             samplings = [s.request.sampling for s in streams]
             drawn, measured = draw(self._all_logits_cuda[0], samplings, uniforms, self.true_vocab_size)
             logprobs = measured.tolist()
