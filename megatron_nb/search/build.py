@@ -1,0 +1,166 @@
+"""From a source to a folder that can be searched: pages, then index, then graph. Killed anywhere, the same call goes on.
+
+Memory does not grow with the source: pages pass through a bounded window of parser processes into SQLite, the index is written
+in segments, the graph from sorted shards. A full English Wikipedia needs the graph's arrays in memory once (about 6 GB).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from megatron_nb.run import write_atomic
+from megatron_nb.search.articles import source_of
+from megatron_nb.search.dump import Mark
+from megatron_nb.search.graph import build_graph
+from megatron_nb.search.index import build_index
+from megatron_nb.search.pages import Page
+from megatron_nb.search.progress import Progress, peak_mb
+from megatron_nb.search.store import PageReader, PageWriter
+
+FORM = 1  # of the folder; another form is built again
+BATCH, BATCH_CHARACTERS = 200, 2_000_000  # raw pages handed to a parser at once
+WINDOW = 4  # batches under way, per parser
+LONGEST_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+def build(source: Path, folder: Path, workers: int | None = None) -> dict[str, Any]:
+    """Build `folder` from a dump, rows or a wikispeedia folder; what build.json then says.
+
+    ValueError: no such source, a folder begun from another source, a bad row, a source without a page.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        done = finished(folder)
+        reader = source_of(source)
+        print_of = fingerprint(source)
+        if done and done["fingerprint"] == print_of:
+            log.info("%s is complete: %d pages", folder, done["pages"])
+            return done
+        if done:
+            raise ValueError(f"{folder} holds a corpus of {done['source']}: name another folder for {source}, or remove it")
+        facts, seconds = _read(reader, source, folder, print_of, workers or os.cpu_count() or 1)
+        pages = PageReader(folder / "pages.sqlite")
+        seconds["index"] = _phase("index", len(pages), lambda tick: build_index(pages.texts, folder / "index", tick))
+        seconds["graph"] = _phase("graph", len(pages), lambda tick: facts.update(build_graph(pages, folder / "graph", tick)))
+        facts |= {"form": FORM, "seconds": {k: round(v, 2) for k, v in seconds.items()}, "peak_mb": peak_mb()}
+        write_atomic(folder / "build.json", json.dumps(facts, indent=1) + "\n")
+        return facts
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """What build.json says; None while the build is not complete."""
+    path = folder / "build.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def fingerprint(source: Path) -> str:
+    """Of names, sizes and beginnings: a source that differs is told from one that was only moved."""
+    files = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
+    told = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            told.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 16))
+    return told.hexdigest()
+
+
+def _phase(name: str, total: int, work: Callable[[Callable[[int], None]], Any]) -> float:
+    progress = Progress(name, total)
+    last = 0
+
+    def tick(done: int) -> None:
+        nonlocal last
+        progress.at(done, done - last if last else 1)
+        last = done
+
+    work(tick)
+    return progress.end()
+
+
+def _read(reader: Any, source: Path, folder: Path, print_of: str, workers: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Fill pages.sqlite; (facts, seconds of the attempts)."""
+    writer = PageWriter(folder / "pages.sqlite")
+    begun = writer.state("fingerprint")
+    if begun not in (None, print_of):
+        raise ValueError(f"{folder} was begun from {writer.state('source')}: name another folder for {source}, or remove it")
+    facts = writer.state("facts", {"double": 0, "broken": {}})
+    if not writer.state("read"):
+        mark = Mark(*writer.state("mark", (0, 0)))
+        if mark != Mark():
+            log.info("%s holds %d pages already; reading on from there", folder, writer.count)
+        progress = Progress("pages", reader.size, mark.offset)
+        before = facts["broken"]
+        for mark, entries in _parsed(reader, mark, workers):
+            facts["broken"] = {key: before.get(key, 0) + reader.broken.get(key, 0) for key in {*before, *reader.broken}}
+            state = {"mark": (mark.offset, mark.skip), "fingerprint": print_of, "source": str(source)}
+            facts["double"] += writer.write(entries, state)
+            writer.write([], {"facts": facts})
+            progress.at(reader.at, len(entries))
+        facts["broken"] = {key: before.get(key, 0) + reader.broken.get(key, 0) for key in {*before, *reader.broken}}
+        if not writer.count:
+            raise ValueError(f"{source} holds no page that can be read (left out: {facts['broken'] or 'nothing'}): check the file")
+        seconds = writer.state("seconds", 0.0) + progress.end()
+        writer.write([], {"read": True, "facts": facts, "seconds": seconds})
+    facts |= {"source": str(source), "fingerprint": print_of, "pages": writer.count}
+    seconds = {"pages": writer.state("seconds", 0.0)}
+    writer.close()
+    return facts, seconds
+
+
+def _parsed(reader: Any, mark: Mark, workers: int) -> Iterator[tuple[Mark, list[Any]]]:
+    """(mark after it, parsed entries) batch by batch, in the source's order."""
+    parse, batches = reader.parse(), _batches(reader.rows(mark))
+    if workers == 1:
+        yield from ((after, parse_all(parse, batch)) for after, batch in batches)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        under_way: deque = deque()
+        for after, batch in batches:
+            under_way.append((after, pool.submit(parse_all, parse, batch)))
+            if len(under_way) >= WINDOW * workers:
+                mark, future = under_way.popleft()
+                yield mark, future.result()
+        while under_way:
+            mark, future = under_way.popleft()
+            yield mark, future.result()
+
+
+def parse_all(parse: Callable[[Any], Any], batch: list[Any]) -> list[Any]:
+    return [parse(raw) for raw in batch]
+
+
+def _batches(rows: Iterator[tuple[Mark, Any]]) -> Iterator[tuple[Mark, list[Any]]]:
+    """Bounded in pages and in characters."""
+    batch, size, after = [], 0, Mark()
+    for after, raw in rows:
+        batch.append(raw)
+        size += len(raw["text"] if isinstance(raw, dict) else raw.wikitext)
+        if len(batch) >= BATCH or size >= BATCH_CHARACTERS:
+            yield after, batch
+            batch, size = [], 0
+    if batch:
+        yield after, batch
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """ValueError when another process builds here."""
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is building {folder}: wait for it, or name another folder") from None
+        yield

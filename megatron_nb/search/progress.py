@@ -1,0 +1,52 @@
+"""How far a long piece of work is, how fast it goes and how long it will take; told to the log every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+
+log = logging.getLogger(__name__)
+TELL_S = 5.0
+
+
+class Progress:
+    """at(done): how far it is. done and total are of any one unit; documents are what the rate counts."""
+
+    def __init__(self, name: str, total: float, done: float = 0.0):
+        self.name, self.total, self._first = name, total, done
+        self.began = self._told = time.monotonic()
+        self.documents = 0
+
+    def at(self, done: float, documents: int = 1) -> None:
+        """documents: finished since the last call."""
+        self.documents += documents
+        now = time.monotonic()
+        if now - self._told >= TELL_S:
+            self._told = now
+            self._tell(done, now)
+
+    def end(self) -> float:
+        """Seconds that it took."""
+        now = time.monotonic()
+        self._tell(self.total, now)
+        return now - self.began
+
+    def _tell(self, done: float, now: float) -> None:
+        seconds = max(now - self.began, 1e-9)
+        left = (self.total - done) * seconds / max(done - self._first, 1e-9) if done > self._first else 0.0
+        share = 100 * done / self.total if self.total else 100.0
+        log.info("%s: %.1f %%, %d documents in %s, %.0f/s, left %s, memory %d MB", self.name, share, self.documents,
+                 duration(seconds), self.documents / seconds, duration(left), peak_mb())  # fmt: skip
+
+
+def duration(seconds: float) -> str:
+    """2 h 05 min, 3 min 20 s, 12 s"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def peak_mb() -> int:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
