@@ -19,7 +19,7 @@ from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.launch import LaunchConfig, open_run
 from megatron_nb.rewards.critic import CriticConfig, judge_turns, model_critic
-from megatron_nb.rewards.critic_steps import Task, Verdict, steps_of
+from megatron_nb.rewards.critic_steps import CRITERIA, Task, Verdict, steps_of
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.rollout.tools import ToolsConfig
 from megatron_nb.run import Run
@@ -39,7 +39,7 @@ FREE_TOOLS = ("limits", "code.workers")  # settings of tools that change no resu
 class TrajectoriesConfig:
     """One stage of trajectories. One process; everything under way runs in its event loop."""
 
-    questions: str = "???"  # rows of synthesize_questions (or {"question", "answer"}): a file, a folder or a glob
+    questions: str = ""  # rows of synthesize_questions (or {"question", "answer"}): a file, a folder or a glob
     name: str | None = None  # run folder runs_dir/name; None: derived from the configuration
     runs_dir: str = "runs"
     seed: int = 1234
@@ -70,6 +70,8 @@ class TrajectoriesConfig:
 
 def read_questions(path: str) -> list[dict[str, Any]]:
     """The question rows, each with an id. Raises BadRow and ValueError."""
+    if not path:
+        raise ValueError("questions is not set: trajectories need questions; set questions=FILE")
     remedy = "mend the row or take it out"
     found: dict[str, dict[str, Any]] = {}
     for file in data_files(path):
@@ -237,7 +239,8 @@ def finish(
     run.write_summary(
         config.seed, questions=len(questions), questions_kept=stats["questions_kept"], attempts=len(attempts),
         left_open=left_open, trajectories=len(rows), turns_mean=stats["turns_kept"]["mean"],
-        turns_most=stats["turns_kept"]["most"], flagged_share=critic["flagged_share"], **{f"critic_{name}": critic[name] for name in ("logic", "tools", "gain")},
+        turns_most=stats["turns_kept"]["most"], flagged_share=critic["flagged_share"],
+        **{f"critic_{name}": critic[name] for name in CRITERIA},
         **{f"dropped_{rule}": count for rule, count in stats["dropped"].items()},
     )  # fmt: skip
 
