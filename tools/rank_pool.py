@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -38,6 +39,7 @@ def _serve(rank: int, connection) -> None:
                 sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # models are cycles that hold groups, and each idle group's threads wake a hundred times a second
         except Exception:
             result = (False, f"rank {rank} of {world}, tearing down:\n{traceback.format_exc()}")
         connection.send(result)
