@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from megatron_nb.client import ClientConfig, RequestFailed
 from megatron_nb.records import Prompt, Rollout, Score
@@ -20,9 +20,6 @@ from megatron_nb.rewards.answer_search import question_of
 from megatron_nb.rewards.critic_model import ModelCritic
 from megatron_nb.rewards.critic_rules import judge_by_rules
 from megatron_nb.rewards.critic_steps import CRITERIA, Step, Task, Verdict, steps_of_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -68,7 +65,7 @@ class Critic:
     """The term of kind `critic`; see the head of the file. A model that fails makes the rollout invalid."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, wire: Literal["hermes", "mcp"] = "hermes",
+        self, tokenizer: Any, wire: Literal["hermes", "mcp"] = "hermes",
         judge: Literal["rules", "endpoint"] = "rules", endpoint: ClientConfig | None = None, reference: bool = True,
     ):  # fmt: skip
         self.config, self.tokenizer, self.wire = CriticConfig(judge, endpoint, reference), tokenizer, wire
