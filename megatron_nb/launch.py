@@ -4,14 +4,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megatron_nb.config import diff, flatten, from_yaml, to_yaml
+from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.run import Run, run_folder
+from megatron_nb.slurm import Job, SlurmConfig
 
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
 FREE = ("name", "runs_dir", "num_steps", "launch", "log", "checkpoint", "parallel", "micro_batch_size")
@@ -24,16 +26,65 @@ FREE += ("validate_every", "layer_norms_every", "stop_after_bad_steps", "rehears
 class LaunchConfig:
     """How the job starts."""
 
-    dry_run: bool = False  # print the resolved configuration and what it would need, then stop
-    kind: Literal["local"] = "local"  # local: this process, or the ranks that torchrun started
+    dry_run: bool = False  # print the resolved configuration, what it would need and the script, then stop
+    kind: Literal["local", "slurm"] = "local"  # local: here; slurm: as a job of the cluster
+    ranks: int | None = None  # local: processes that torchrun starts on this machine; null: this one, or torchrun's own
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self):
+        if self.ranks is not None and self.ranks < 1:
+            raise ValueError(f"launch.ranks={self.ranks} must be at least 1")
 
 
 def world_of(config: Any) -> int:
-    """Processes this job runs on, or is meant for in a dry run. config: a job's dataclass with `launch` and `parallel`."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if not config.launch.dry_run:
+    """Processes this job runs on, or is meant for. config: a job's dataclass with `launch` and `parallel`.
+
+    ConfigError when a job for Slurm asks for more or fewer than its layout is made for.
+    """
+    started, launch, made_for = int(os.environ.get("WORLD_SIZE", "1")), config.launch, config.parallel.world
+    if launch.kind == "slurm":
+        asked = launch.slurm.nodes * launch.slurm.ranks_per_node
+        if made_for not in (None, asked):
+            raise ConfigError(
+                f"launch.slurm.nodes={launch.slurm.nodes} * ranks_per_node={launch.slurm.ranks_per_node} = {asked} ranks, "
+                f"but parallel.world={made_for}: set launch.slurm.nodes, or choose another layout with parallel="
+            )
+        return asked
+    if "RANK" not in os.environ and launch.ranks:
+        return launch.ranks
+    if not launch.dry_run:
         return started
-    return config.parallel.world or max(started, config.parallel.model_ranks)
+    return made_for or max(started, config.parallel.model_ranks)
+
+
+def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
+    """Whether nothing is left to do here: the dry run is printed, Slurm has the job, or torchrun's ranks have done it.
+
+    config: a job's dataclass; job: its name in derived names; report: what a dry run prints below the configuration.
+    ConfigError when Slurm refuses.
+    """
+    launch, first = config.launch, int(os.environ.get("RANK", "0")) == 0
+    slurm = _slurm_job(config, job, module) if launch.kind == "slurm" else None
+    if launch.dry_run:
+        script = f"\n\n{slurm.script}, for sbatch:\n{slurm.text()}" if slurm else ""
+        print(f"{to_yaml(config)}\n{report}{script}" if first else "", end="")
+        return True
+    if slurm:
+        job_id = slurm.submit()
+        print(f"{report}\njob {job_id}: {slurm.script}\nsee it: python tools/status.py {slurm.run}")
+        return True
+    if launch.ranks and "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.ranks}"]
+        os.execv(sys.executable, [*torchrun, "-m", module, *sys.argv[1:]])
+    return False
+
+
+def _slurm_job(config: Any, job: str, module: str) -> Job:
+    """The stage as Slurm gets it. Its ranks read the configuration of now, whatever becomes of the stage files."""
+    config.name = config.name or derived_name(config, job)
+    run = run_folder(config.runs_dir, config.name).absolute()
+    resolved = to_yaml(replace(config, launch=replace(config.launch, kind="local", dry_run=False, ranks=None)))
+    return Job(config.name, module, run, config.launch.slurm, resolved, [])
 
 
 def derived_name(config: Any, job: str) -> str:

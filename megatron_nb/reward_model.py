@@ -7,7 +7,6 @@ torchrun --nproc-per-node N -m megatron_nb.reward_model --config-name reward_pai
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.pairs import PairConfig, PairLoader, Unit, open_pairs, packs_of
 from megatron_nb.data.preferences import special_tokens
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, open_run, world_of
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run, world_of
 from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise, bounded, ramp
 from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.hf_config import config_to_hf, read_json
@@ -214,8 +213,7 @@ def train(
 def main(config: RewardModelConfig) -> None:
     """Run the stage, or describe it."""
     report = describe_job(config)
-    if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+    if elsewhere(config, f"reward_{config.kind}", "megatron_nb.reward_model", report):
         return
     origin = find_origin(config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)

@@ -8,7 +8,6 @@ python -m megatron_nb.sft context=256k parallel=h100_256k --dry-run
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from megatron_nb.data.loader import Loader, Validation
 from megatron_nb.data.packing import collate, pack
 from megatron_nb.data.sources import DataConfig
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, open_run, world_of
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run, world_of
 from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.shape import ModelConfig
@@ -184,8 +183,7 @@ def seen_shares(loader: Loader) -> Iterable[tuple[str, float]]:
 def main(config: SftConfig) -> None:
     """Run the stage, or describe it."""
     report = describe_job(config)
-    if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+    if elsewhere(config, "sft", "megatron_nb.sft", report):
         return
     origin = find_origin(config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)

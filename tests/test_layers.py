@@ -21,6 +21,7 @@ LAYERS = [
     ["megatron_nb.training", "megatron_nb.rollout"],
     ["megatron_nb.rewards"],
     ["megatron_nb.synthesis", "megatron_nb.evals"],
+    ["megatron_nb.slurm"],
     ["megatron_nb.launch"],
     ["megatron_nb.rl_config"],
     [

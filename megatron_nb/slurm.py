@@ -1,0 +1,205 @@
+"""The way onto a Slurm cluster: a configuration and a site -> a script that needs none of this code -> a job.
+
+slurm/job.sbatch.jinja is the script, slurm/site.yaml says what the cluster is like.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from megatron_nb.run import write_atomic
+from megatron_nb.schema import ConfigError, build
+
+PROJECT = Path(__file__).parents[1]
+TEMPLATE = PROJECT / "slurm" / "job.sbatch.jinja"
+STAGE = "job"  # the resolved configuration, as a stage file in the run's folder `slurm`
+WAITS = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STOPPED")
+REMEDIES = {  # what sbatch says -> what to do
+    "account": "set account in the site file",
+    "partition": "set partition in the site file (`sinfo` lists them)",
+    "qos": "set qos in the site file (`sacctmgr show qos` lists them)",
+    "node configuration": "ask for fewer nodes, GPUs or cores: launch.slurm.nodes, gpus and cpus_per_task of the site file",
+    "time limit": "lower launch.slurm.time",
+}
+
+
+@dataclass
+class SlurmConfig:
+    """How a job is submitted; what is the same for all jobs of a cluster is in the site file."""
+
+    nodes: int = 1
+    ranks_per_node: int = 8  # GPUs of a node, or processes where there are none
+    time: str = "04:00:00"  # of one allocation; a job that is not done is requeued
+    grace_s: int = 300  # so long before that limit the job is told to save
+    restarts: int = 3  # within an allocation, when a rank died after progress
+    requeues: int = 100  # after which a job gives up
+    after: list[str] = field(default_factory=list)  # job ids that must have ended well first
+    site: str = str(PROJECT / "slurm" / "site.yaml")
+
+    def __post_init__(self):
+        for name, least in (("nodes", 1), ("ranks_per_node", 1), ("grace_s", 1), ("restarts", 0), ("requeues", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"launch.slurm.{name}={getattr(self, name)} must be at least {least}")
+
+
+@dataclass
+class Container:
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Site:
+    """See slurm/site.yaml."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpus: str | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    exclusive: bool = False
+    options: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)  # none: the environment that submits, unless there is a container
+    container: Container = field(default_factory=Container)
+    rendezvous: str = "hostname"
+    numa_binding: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.rendezvous not in ("hostname", "address"):
+            raise ValueError(f"rendezvous={self.rendezvous!r} must be hostname or address")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Site:
+        """ConfigError naming the file, and the nearest key for one that is not known."""
+        try:
+            told = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"launch.slurm.site={path}: cannot be read ({error}): copy slurm/site.yaml") from error
+        for name in ("gpus", "memory"):  # 8 and 0 are fine too
+            if told.get(name) is not None:
+                told[name] = str(told[name])
+        try:
+            return build(cls, told)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+@dataclass
+class Job:
+    """One stage on its way: everything the script is made of."""
+
+    title: str  # name of the run
+    module: str  # such as megatron_nb.sft
+    run: Path  # absolute
+    config: SlurmConfig
+    config_yaml: str  # resolved
+    words: list[str]  # that the job adds to it
+
+    @property
+    def folder(self) -> Path:
+        return self.run / "slurm"
+
+    @property
+    def script(self) -> Path:
+        return self.folder / f"{STAGE}.sbatch"
+
+    def text(self) -> str:
+        """The script. ConfigError for a site file that cannot be used."""
+        config, site = self.config, Site.read(self.config.site)
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+        environment.filters["quote"] = lambda value: shlex.quote(str(value))
+        return environment.from_string(TEMPLATE.read_text()).render(
+            title=self.title, nodes=config.nodes, ranks_per_node=config.ranks_per_node, module=self.module,
+            command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, stage=self.folder / f"{STAGE}.yaml",
+            stage_folder=self.folder, stage_name=STAGE, words=shlex.join(self.words), options=self._options(site),
+            run=self.run, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues, environment=site.environment,
+            rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site), srun=_container(site.container),
+        )  # fmt: skip
+
+    def _options(self, site: Site) -> list[str]:
+        config = self.config
+        told = {
+            "job-name": self.title, "nodes": config.nodes, "ntasks-per-node": 1, "gpus-per-node": site.gpus,
+            "cpus-per-task": site.cpus_per_task, "mem": site.memory, "time": config.time, "partition": site.partition,
+            "account": site.account, "qos": site.qos, "constraint": site.constraint,
+            "signal": f"B:USR1@{config.grace_s}", "output": self.folder / "job-%j.log", "open-mode": "append",
+        }  # fmt: skip
+        flags = ["--requeue", *(["--exclusive"] if site.exclusive else [])]
+        return [f"--{name}={value}" for name, value in told.items() if value is not None] + flags + site.options
+
+    def submit(self) -> str:
+        """Write script and configuration into the run folder and hand them to sbatch; the job's id.
+
+        ConfigError when the run has a job already, when there is no sbatch, or when Slurm refuses.
+        """
+        text = self.text()
+        if shutil.which("sbatch") is None:
+            raise ConfigError("launch=slurm: there is no sbatch on this machine: submit from a login node, or use launch=local")
+        if (other := running(self.run)) is not None:
+            raise ConfigError(
+                f"{self.run} is the run of job {other}, which waits or runs: two jobs would write one folder. "
+                f"Give another name=, or `scancel {other}` first"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / f"{STAGE}.yaml", self.config_yaml)
+        write_atomic(self.script, text)
+        command = ["sbatch", "--parsable", *_after(self.config.after), str(self.script)]
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_JOB", "SLURM_STEP"))}
+        done = subprocess.run(command, capture_output=True, text=True, env=outside)
+        if done.returncode:
+            said = done.stderr.strip().removeprefix("sbatch: error: ")
+            remedy = next((remedy for word, remedy in REMEDIES.items() if word in said.lower()), f"the script is {self.script}")
+            raise ConfigError(f"Slurm refuses the job: {said}: {remedy} ({self.config.site})")
+        job_id = done.stdout.strip().split(";")[0]
+        write_atomic(self.folder / "job.json", json.dumps({"id": job_id, "config": dataclasses.asdict(self.config)}))
+        return job_id
+
+
+def running(run: Path) -> str | None:
+    """The id of the job that has this run folder and has not ended; None when there is none."""
+    try:
+        job_id = json.loads((run / "slurm" / "job.json").read_text())["id"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return job_id if state(job_id) in WAITS else None
+
+
+def state(job_id: str) -> str | None:
+    """What the controller says of a job, such as RUNNING; None when it knows it no more."""
+    done = subprocess.run(["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], capture_output=True, text=True)
+    return (done.stdout.split() or [None])[0]
+
+
+def _after(job_ids: list[str]) -> list[str]:
+    return [f"--dependency=afterok:{':'.join(job_ids)}", "--kill-on-invalid-dep=yes"] if job_ids else []
+
+
+def _setup(site: Site) -> list[str]:
+    here = [] if site.container.image else [f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH"]
+    return site.setup or here
+
+
+def _container(container: Container) -> str:
+    """srun's words of pyxis, with a space behind."""
+    if container.image is None:
+        return ""
+    here = Path.cwd()
+    ours = [PROJECT] if here.is_relative_to(PROJECT) else [PROJECT, here]
+    mounts = ",".join([*(f"{folder}:{folder}" for folder in ours), *container.mounts])
+    words = [f"--container-image={container.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"]
+    return shlex.join([*words, "--no-container-mount-home"]) + " "

@@ -1,0 +1,109 @@
+"""The script that goes to sbatch: what it says follows from configuration and site, and a dry run touches nothing."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron_nb import sft
+from megatron_nb.config import ConfigError, compose
+from megatron_nb.slurm import Job, Site, SlurmConfig
+
+SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.sources.a.path=rows.jsonl", "launch=slurm"]
+
+
+def job(tmp_path, site="", **settings):
+    (tmp_path / "site.yaml").write_text(site)
+    config = SlurmConfig(site=str(tmp_path / "site.yaml"), **settings)
+    return Job("a-run", "megatron_nb.sft", tmp_path / "runs" / "a run", config, "seed: 1\n", [])
+
+
+def options(text):
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_a_script_asks_for_what_configuration_and_site_say_and_for_nothing_else(tmp_path):
+    site = "partition: gpu\naccount: lab\ngpus: 8\ncpus_per_task: 96\nmemory: 0\nexclusive: true\noptions: [--exclude=n7]\n"
+    text = job(tmp_path, site, nodes=4, time="02:00:00", grace_s=90).text()
+    folder = tmp_path / "runs" / "a run" / "slurm"
+    assert options(text) == [
+        "--job-name=a-run", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=96", "--mem=0",
+        "--time=02:00:00", "--partition=gpu", "--account=lab", "--signal=B:USR1@90", f"--output={folder}/job-%j.log",
+        "--open-mode=append", "--requeue", "--exclusive", "--exclude=n7",
+    ]  # fmt: skip
+    bare = options(job(tmp_path).text())
+    assert not [line for line in bare if line.startswith(("--partition", "--gpus", "--mem", "--account", "--cpus"))]
+
+
+FULL = "container: {image: a.sqsh}\nnuma_binding: node\nrendezvous: address\nsetup: [module load x]"
+
+
+@pytest.mark.parametrize("site", ["", FULL])
+def test_bash_can_read_every_script(tmp_path, site):
+    text = job(tmp_path, site).text()
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    assert subprocess.run(["bash", "-n"], input=text.split("<<'NODE'\n")[1].split("\nNODE\n")[0], text=True).returncode == 0
+
+
+def test_a_container_stands_on_srun_with_its_mounts_in_one_list(tmp_path):
+    text = job(tmp_path, "container: {image: nb.sqsh, mounts: ['/a:/a', '/b:/c']}").text()
+    words = shlex.split(next(line for line in text.splitlines() if "srun" in line and "--label" in line))
+    assert "--container-image=nb.sqsh" in words and "--no-container-mount-home" in words
+    mounts = next(word for word in words if word.startswith("--container-mounts=")).partition("=")[2].split(",")
+    assert mounts[-2:] == ["/a:/a", "/b:/c"] and len(mounts) >= 3  # the project's own folder comes with them
+
+
+def test_environment_values_are_quoted(tmp_path):
+    assert "export A='x y; rm -rf z'" in job(tmp_path, "environment: {A: 'x y; rm -rf z'}").text().splitlines()
+
+
+def test_a_dry_run_prints_the_script_and_touches_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["launch.slurm.nodes=2", "launch.slurm.ranks_per_node=2", "name=mine", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["sft", *SMALL, *words])
+    sft.main()
+    text = capsys.readouterr().out
+    assert "#SBATCH --nodes=2" in text and f"--config-dir {tmp_path}/runs/mine/slurm" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_ranks_read_is_the_resolved_configuration_with_a_local_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["launch.slurm.nodes=2", "launch.slurm.ranks_per_node=2", "optimizer.lr=0.5"]
+    config = compose(sft.SftConfig, "sft", [*SMALL, *words])
+    from megatron_nb.launch import _slurm_job
+
+    made = _slurm_job(config, "sft", "megatron_nb.sft")
+    (tmp_path / "job.yaml").write_text(made.config_yaml)
+    read = compose(sft.SftConfig, "job", folder=tmp_path)
+    assert (read.name, read.optimizer.lr, read.launch.kind) == (made.title, 0.5, "local")
+
+
+@pytest.mark.parametrize(
+    ("site", "complaint"),
+    [
+        ("partitoin: gpu", "partition"),
+        ("rendezvous: dns", "hostname or address"),
+        ("container: {imge: a}", "image"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_site_file_that_cannot_be_used_is_named_with_its_mistake(tmp_path, site, complaint):
+    (tmp_path / "site.yaml").write_text(site)
+    with pytest.raises(ConfigError, match=complaint) as error:
+        Site.read(tmp_path / "site.yaml")
+    assert "site.yaml" in str(error.value)
+
+
+def test_a_job_of_another_size_than_its_layout_is_refused():
+    config = compose(sft.SftConfig, "sft", [*SMALL, "launch.slurm.nodes=3", "launch.slurm.ranks_per_node=2"])
+    with pytest.raises(ConfigError, match="= 6 ranks, but parallel.world=4"):
+        sft.describe_job(config)
+
+
+def test_without_sbatch_a_submission_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no sbatch on this machine"):
+        job(tmp_path).submit()
+    assert not (tmp_path / "runs").exists()
