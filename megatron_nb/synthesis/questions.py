@@ -1,0 +1,209 @@
+"""Multi-hop questions from walks: attempt by attempt until enough are kept, in an order that a kill and a resume do not change.
+
+An attempt is a walk; it ends as a row or with the rule that dropped it, and either way in the ledger. Attempts are made many at
+once, but taken in their order: what duplicates an earlier question is dropped, never the earlier one. The held-out part comes
+first; the training part then walks over what it has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_nb.rewards.answer_search import normalised
+from megatron_nb.rollout.agent import seed_of
+from megatron_nb.search.corpus import Corpus
+from megatron_nb.synthesis.ledger import Ledger, Progress
+from megatron_nb.synthesis.question_chain import Draft, Pages, Unusable, draft
+from megatron_nb.synthesis.question_solver import CHECKS, NOT_CHECKED, Solver
+from megatron_nb.synthesis.question_verify import verify_chain
+from megatron_nb.synthesis.question_writer import Writer
+from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
+
+log = logging.getLogger(__name__)
+PARTS = ("heldout", "train")  # in the order in which they are made
+CHUNK = 256  # walks drawn at once; attempt n is walk n % CHUNK of chunk n // CHUNK
+SAME_LINKS = 0.5  # share of its links that a question may have in common with an earlier one
+LOST = 3  # times the concurrency: attempts in a row without an answer of the model, before the job stops
+
+
+class Maker:
+    """One attempt: from a walk to a row, or to the rule that drops it."""
+
+    def __init__(self, corpus: Corpus, writer: Writer, solver: Solver | None, min_hops: int, seed: int, source: str):
+        self.corpus, self.writer, self.solver = corpus, writer, solver
+        self.pages, self.min_hops, self.seed, self.source = Pages(corpus), min_hops, seed, source
+
+    async def attempt(self, name: str, titles: list[str], head_date: str | None) -> dict[str, Any]:
+        """{"row": ...} or {"dropped": rule}. OSError when a model was not reached."""
+        if len(titles) <= self.min_hops:
+            return {"dropped": "walk_too_short"}
+        rng = random.Random(seed_of(self.seed, name))
+        try:
+            chain = draft(self.pages, titles, self.min_hops, rng)
+        except Unusable as rule:
+            return {"dropped": str(rule)}
+        wrong: list[tuple[str, str]] = []
+        for _ in range(self.writer.tries):
+            question, clues = await self.writer.write(chain, rng, wrong)
+            row = row_of(chain, question, clues, head_date, self.source)
+            broken = verify_chain(self.pages, row)
+            if broken is None:
+                break
+            wrong.append((question, broken))
+        else:
+            return {"dropped": broken.partition(":")[0], "reason": broken}
+        rule = await self.solver.check(row) if self.solver else None
+        return {"dropped": rule, "checks": row["checks"]} if rule else {"row": row}
+
+
+def row_of(chain: Draft, question: str, clues: list[str], head_date: str | None, source: str) -> dict[str, Any]:
+    """The record of a question; checks that a model must do say "not checked" until it has."""
+    following = [*chain.titles[1:], None]
+    quotes = [*chain.evidence, chain.answer.evidence]
+    digest = hashlib.blake2b(f"{question}\n{chain.answer.text}".encode(), digest_size=8)
+    models = dict.fromkeys(CHECKS, NOT_CHECKED)
+    return {
+        "id": digest.hexdigest(), "question": question, "answer": chain.answer.text, "aliases": chain.answer.aliases,
+        "answer_kind": chain.answer.kind, "hops": len(chain.titles) - 1,
+        "path": [{"title": title, "evidence": quote, "link": link}
+                 for title, quote, link in zip(chain.titles, quotes, following)],
+        "answer_evidence": chain.answer.evidence, "head_date": head_date, "clues": clues, "source": source,
+        "checks": {"chain": "verified", "hops_unique": True, "head_rank": chain.head_rank, **models},
+    }  # fmt: skip
+
+
+@dataclass
+class Kept:
+    """The questions so far, and what a further one may not repeat."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    dropped: dict[str, Counter] = field(default_factory=lambda: {part: Counter() for part in PARTS})
+    attempts: Counter = field(default_factory=Counter)
+    _questions: set[str] = field(default_factory=set)
+    _asked: set[tuple[str, str]] = field(default_factory=set)
+    _links: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _heldout: dict[str, set[str]] = field(default_factory=lambda: {"answers": set(), "pages": set()})
+
+    def repeats(self, row: dict[str, Any], part: str) -> str | None:
+        """The rule by which a row is too much like an earlier one."""
+        last, answer = row["path"][-1]["title"], normalised(row["answer"])
+        if part != "heldout" and answer in self._heldout["answers"]:
+            return "answer_is_held_out"
+        if part != "heldout" and last in self._heldout["pages"]:
+            return "answer_page_is_held_out"
+        if normalised(row["question"]) in self._questions:
+            return "duplicate_question"
+        if (last, answer) in self._asked:
+            return "duplicate_answer"
+        shared = Counter(number for link in _links(row) for number in self._links.get(link, ()))
+        if shared and max(shared.values()) > SAME_LINKS * row["hops"]:
+            return "duplicate_path"
+        return None
+
+    def add(self, row: dict[str, Any], part: str) -> None:
+        last, answer = row["path"][-1]["title"], normalised(row["answer"])
+        for link in _links(row):
+            self._links.setdefault(link, []).append(len(self.rows))
+        self.rows.append({**row, "split": part})
+        self._questions.add(normalised(row["question"]))
+        self._asked.add((last, answer))
+        if part == "heldout":
+            self._heldout["answers"].add(answer)
+            self._heldout["pages"].add(last)
+
+    def of(self, part: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["split"] == part]
+
+    def pages(self, part: str) -> set[str]:
+        """Titles on the paths of a part."""
+        return {step["title"] for row in self.of(part) for step in row["path"]}
+
+
+def _links(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(step["title"], step["link"]) for step in row["path"][:-1]]
+
+
+async def make_part(
+    part: str, count: int, kept: Kept, walker: Walker, maker: Maker, ledger: Ledger, concurrency: int, attempts: int
+) -> None:  # fmt: skip
+    """Add `count` questions of a part, or as many as `attempts` walks give. OSError when the models do not answer."""
+    progress, lost, told = Progress(f"questions of {part}", count), 0, len(kept.rows)
+    async for outcome in _outcomes(part, walker, maker, ledger, concurrency, attempts):
+        if len(kept.rows) - told >= count:
+            break
+        kept.attempts[part] += 1
+        lost = lost + 1 if isinstance(outcome, OSError) else 0
+        if lost > LOST * concurrency:
+            raise OSError(f"{lost} attempts in a row without an answer; the last: {outcome}") from outcome
+        rule = "failed" if isinstance(outcome, OSError) else outcome.get("dropped") or kept.repeats(outcome["row"], part)
+        if rule:
+            kept.dropped[part][rule] += 1
+            continue
+        kept.add(outcome["row"], part)
+        progress.tick()
+        if len(kept.rows) - told >= count:
+            break
+
+
+async def _outcomes(
+    part: str, walker: Walker, maker: Maker, ledger: Ledger, concurrency: int, attempts: int
+) -> AsyncIterator[dict[str, Any] | OSError]:  # fmt: skip
+    """What became of attempt 0, 1, 2, ...; up to `concurrency` of them are under way."""
+    walks: tuple[int, np.ndarray, np.ndarray] = (-1, np.zeros(0), np.zeros(0))
+
+    async def outcome(number: int) -> dict[str, Any] | OSError:
+        nonlocal walks
+        name = f"{part}/{number}"
+        if name in ledger:
+            return ledger[name]
+        if walks[0] != number // CHUNK:
+            walks = (number // CHUNK, *walker.draw(CHUNK, [maker.seed, PARTS.index(part), number // CHUNK]))
+        walk = walks[1][number % CHUNK, : walks[2][number % CHUNK] + 1]
+        titles = [walker.graph.titles[page] for page in walk]
+        try:
+            ledger[name] = await maker.attempt(name, titles, day_of(float(walker.graph.date[walk[0]])))
+        except OSError as error:
+            log.warning("%s: %s", name, error)
+            return error
+        return ledger[name]
+
+    waiting: deque[asyncio.Task] = deque()
+    numbers = iter(range(attempts))
+    try:
+        while True:
+            while len(waiting) < concurrency and (number := next(numbers, None)) is not None:
+                waiting.append(asyncio.create_task(outcome(number)))
+            if not waiting:
+                return
+            yield await waiting.popleft()
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def make_all(
+    counts: dict[str, int], apart: str, walk: WalkConfig, maker: Maker, ledger: Ledger, concurrency: int, attempts: int
+) -> Kept:  # fmt: skip
+    """All parts. apart: "path": no page of a held-out path is on a training path; "answer": no page with a held-out answer."""
+    kept, graph = Kept(), maker.corpus.graph
+    for part in PARTS:
+        if not counts[part]:
+            continue
+        away = kept.pages("heldout") if apart == "path" else set()
+        walker = Walker(graph, walk, [graph.id_of(title) for title in away])
+        await make_part(part, counts[part], kept, walker, maker, ledger, concurrency, attempts * counts[part])
+        made = len(kept.of(part))
+        if made < counts[part]:
+            log.warning("%s: only %d of %d questions after %d walks; raise attempts, or loosen the rule that drops most: %s",
+                        part, made, counts[part], kept.attempts[part], dict(kept.dropped[part].most_common(3)))  # fmt: skip
+    return kept
