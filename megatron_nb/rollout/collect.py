@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_nb.data.prompts import PromptSet
 from megatron_nb.records import Group, Prompt, Score
-from megatron_nb.rollout.agent import seed_of
+from megatron_nb.rollout.agent import Agent, seed_of
 from megatron_nb.rollout.engine import Engine, Sampling
 from megatron_nb.rollout.produce import Ask, OverlongConfig, Producer, Scorer, scores_of
 from megatron_nb.rollout.store import label
@@ -74,7 +74,7 @@ class Round:
 
 def all_equal(group: Group) -> bool:
     """Whether the group teaches nothing: fewer than two valid rewards, or all of them equal."""
-    rewards = [rollout.score.reward for rollout in group.rollouts if rollout.score.reward is not None]
+    rewards = [rows[-1].score.reward for rows in group.episodes if rows[-1].score.reward is not None]
     return len(rewards) < 2 or max(rewards) == min(rewards)
 
 
@@ -84,14 +84,14 @@ class Collector:
     def __init__(
         self, engine: Engine, prompts: PromptSet, score: Scorer, config: CollectConfig, sampling: Sampling,
         tokenizer: PreTrainedTokenizerBase, folder: Path, *, seed: int, num_steps: int,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] = lambda: False, agent: Agent | None = None,
     ):  # fmt: skip
         """folder: of the run; stopping: whether this process was asked to stop, looked at while it generates."""
         self.engine, self.prompts, self.score, self.config = engine, prompts, score, config
         self.folder, self.seed, self.num_steps = folder, seed, num_steps
         self.producer = Producer(
             engine, sampling, tokenizer, folder,
-            room=config.concurrency, timeout_s=config.timeout_s, overlong=config.overlong, stopping=stopping,
+            room=config.concurrency, timeout_s=config.timeout_s, overlong=config.overlong, stopping=stopping, agent=agent,
         )  # fmt: skip
         self.cursor = 0  # places of the endless order that batches have taken
         self.ahead: dict[int, list[int]] = {}  # step -> places of its first round, for batches that have been started early
@@ -229,7 +229,7 @@ class Collector:
 
     # ------------------------------------------------------------------ reports
     def _stats(self, step: int, kept: list[Group], tried: list[Group], rounds: list[dict[str, float]]) -> dict[str, float]:
-        rollouts = [rollout for group in tried for rollout in group.rollouts]
+        scores = [rows[-1].score for group in tried for rows in group.episodes]
         lags = [step - 1 - version for g in kept for r in g.rollouts for version in r.weight_version if version >= 0]
         assert max(lags, default=0) <= self.config.staleness, "a token is older than collect.staleness allows"
         return {
@@ -237,13 +237,13 @@ class Collector:
             "rounds": len(rounds),
             "groups_tried": len(tried),
             "groups_equal": sum(map(all_equal, tried)) / len(tried),
-            "invalid_share": sum(rollout.score.reward is None for rollout in rollouts) / len(rollouts),
+            "invalid_share": sum(score.reward is None for score in scores) / len(scores),
             "staleness_mean": sum(lags) / max(len(lags), 1),
             "staleness_max": max(lags, default=0),
         }
 
     def _too_few(self, step: int, kept: list[Group], tried: list[Group]) -> str:
-        rewards = [rollout.score.reward for group in tried for rollout in group.rollouts]
+        rewards = [rows[-1].score.reward for group in tried for rows in group.episodes]
         valid = [reward for reward in rewards if reward is not None]
         mean = f"mean reward {sum(valid) / len(valid):.4g}" if valid else _reasons(tried)
         return (

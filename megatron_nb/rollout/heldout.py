@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_nb.records import Group, Prompt, Score
+from megatron_nb.records import Group, Prompt, Rollout, Score
 from megatron_nb.rollout.collect import Collector
 from megatron_nb.rollout.produce import Scorer
 from megatron_nb.rollout.store import read_step, step_file, write_step
@@ -57,12 +57,13 @@ class Heldout:
         groups, _ = self.collector.answers("heldout", step, self.prompts, self.samples, score)
         if step == 0:
             start = self._start = groups
-        told = _means("heldout_reward", [[rollout.score for rollout in group.rollouts] for group in groups])
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        answers = [rollout for rollout in rollouts if rollout.status != "invalid"]
-        told["heldout_length"] = float(np.mean([sum(rollout.sampled_mask) for rollout in answers])) if answers else math.nan
-        told["heldout_truncated"] = float(np.mean([r.status == "length" for r in answers])) if answers else math.nan
-        told["heldout_invalid"] = float(np.mean([rollout.score.reward is None for rollout in rollouts]))
+        told = _means("heldout_reward", [[rows[-1].score for rows in group.episodes] for group in groups])
+        episodes = [rows for group in groups for rows in group.episodes]
+        answers = [rows for rows in episodes if rows[-1].status != "invalid"]
+        lengths = [sum(sum(row.sampled_mask) for row in rows) for rows in answers]
+        told["heldout_length"] = float(np.mean(lengths)) if answers else math.nan
+        told["heldout_truncated"] = float(np.mean([rows[-1].status == "length" for rows in answers])) if answers else math.nan
+        told["heldout_invalid"] = float(np.mean([rows[-1].score.reward is None for rows in episodes]))
         for name, judge, relative in (
             ("heldout_judge", self.judge, self.relative_judge), ("heldout_win_rate", self.versus, True),
         ):  # fmt: skip
@@ -88,29 +89,31 @@ class Heldout:
     def _told(self, groups: list[Group], name: str, scores: list[list[Score]]) -> dict[str, float]:
         """Means of a judge's scores, which also go into the file beside the reward's own parts."""
         for group, its in zip(groups, scores):
-            for rollout, score in zip(group.rollouts, its):
-                if score.reward is not None and rollout.score is not None:
-                    rollout.score.parts[name] = score.reward
+            for rows, score in zip(group.episodes, its):
+                if score.reward is not None and rows[-1].score is not None:
+                    rows[-1].score.parts[name] = score.reward  # all its rows have this score
         return _means(name, scores)
 
     def _read_start(self) -> list[Group] | None:
         """The starting model's answers of an earlier attempt; None when their file is gone."""
         if not step_file(self.folder, 0, "heldout").exists():
             return None
-        rollouts = iter(read_step(self.folder, 0, "heldout"))
-        groups = [[next(rollouts) for _ in range(self.samples)] for _ in self.prompts]
-        self._start = [Group(its[0].group_id, prompt, its) for prompt, its in zip(self.prompts, groups)]
+        groups: dict[str, list[Rollout]] = {}
+        for row in read_step(self.folder, 0, "heldout"):
+            groups.setdefault(row.group_id, []).append(row)
+        self._start = [Group(name, prompt, its) for prompt, (name, its) in zip(self.prompts, groups.items(), strict=True)]
         return self._start
 
 
 def _pairs(groups: list[Group], start: list[Group]) -> list[Group]:
-    """A group of two for every rollout: itself, and the starting model's answer with the same seed."""
+    """A group of two for every episode: itself, and the starting model's answer with the same seed."""
     pairs = []
     for group, then in zip(groups, start):
-        first = {rollout.index: rollout for rollout in then.rollouts}
-        for rollout in group.rollouts:
-            both = [replace(rollout, index=0), replace(first[rollout.index], index=1)]
-            pairs.append(Group(f"{group.group_id}/{rollout.index}", group.prompt, both))
+        first = {rows[0].index: rows for rows in then.episodes}
+        for rows in group.episodes:
+            index = rows[0].index
+            both = [replace(row, index=place) for place, its in enumerate((rows, first[index])) for row in its]
+            pairs.append(Group(f"{group.group_id}/{index}", group.prompt, both))
     return pairs
 
 

@@ -1,7 +1,8 @@
 """A replica's share of a batch: its leader generates the rollouts of its groups and has them scored, durably.
 
 What is finished is appended to disk at once, scores too, and is taken from there after a kill. A rollout that meets its
-time-out or loses its engine is invalid and says why; it is not shown to the reward.
+time-out or loses its engine is invalid and says why; it is not shown to the reward. An episode of an agent may be several
+rows: they are kept, scored and counted as one, and their score is written on each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nb.records import Group, Prompt, Rollout, Score
-from megatron_nb.rollout.agent import episode, failed, recorded
+from megatron_nb.rollout.agent import Agent, episode, failed, recorded
 from megatron_nb.rollout.engine import Engine, Sampling
 from megatron_nb.rollout.store import Journal
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Scorer = Callable[[Group], Awaitable[list[Score]]]
+Scorer = Callable[[Group], Awaitable[list[Score]]]  # one Score for each of the group's episodes
 LOOK_S, TELL_S = 0.2, 15.0  # how often a leader looks whether it should stop, and tells how far a long collect is
 
 
@@ -60,7 +61,7 @@ class Ask:
 class Share:
     """What a leader gives back."""
 
-    rollouts: dict[str, list[Rollout]]  # group_id -> scored, by index
+    rollouts: dict[str, list[Rollout]]  # group_id -> scored rows, by index and segment
     stats: dict[str, float]
     stopped: bool = False  # the job was asked to stop: incomplete
 
@@ -70,10 +71,10 @@ class Producer:
 
     def __init__(
         self, engine: Engine, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, folder: Path, *, room: int,
-        timeout_s: float, overlong: OverlongConfig | None, stopping: Callable[[], bool],
+        timeout_s: float, overlong: OverlongConfig | None, stopping: Callable[[], bool], agent: Agent | None = None,
     ):  # fmt: skip
         self.engine, self.sampling, self.tokenizer, self.folder = engine, sampling, tokenizer, folder
-        self.room, self.timeout_s, self.overlong, self.stopping = room, timeout_s, overlong, stopping
+        self.room, self.timeout_s, self.overlong, self.stopping, self.agent = room, timeout_s, overlong, stopping, agent
         self._gate: tuple[Any, asyncio.Semaphore] | None = None
 
     async def produce(self, label: str, asks: list[Ask], oldest: int, score: Scorer) -> Share:
@@ -96,22 +97,21 @@ class Producer:
         return Share({ask.group_id: task.result() for ask, task in zip(asks, tasks)}, progress.stats())
 
     async def _group(self, ask: Ask, journal: Journal, oldest: int, score: Scorer, progress: Progress) -> list[Rollout]:
-        rollouts = await _together([self._rollout(ask, index, journal, oldest, progress) for index in range(len(ask.seeds))])
+        episodes = await _together([self._episode(ask, index, journal, oldest, progress) for index in range(len(ask.seeds))])
+        rollouts = [row for rows in episodes for row in rows]
         scores = journal.scores_of(rollouts)
         if scores is None:
             scores = await scores_of(Group(ask.group_id, ask.prompt, rollouts), score)
-            scores = [self._penalised(*pair) for pair in zip(rollouts, scores)]
+            scores = [self._penalised(*pair) for pair in zip(episodes, scores)]
             journal.add_scores(rollouts, scores)
-        for rollout, its in zip(rollouts, scores):
-            rollout.score = its
-            for turn, reward in zip(rollout.turns, its.turn_rewards or ()):
-                turn.reward = reward
+        for rows, its in zip(episodes, scores):
+            hand_out(rows, its)
             if its.reward is None:
-                log.warning("%s is invalid: %s", rollout.rollout_id, its.reason or "no reason was given")
+                log.warning("%s is invalid: %s", rows[0].rollout_id, its.reason or "no reason was given")
         progress.groups_done += 1
         return rollouts
 
-    async def _rollout(self, ask: Ask, index: int, journal: Journal, oldest: int, progress: Progress) -> Rollout:
+    async def _episode(self, ask: Ask, index: int, journal: Journal, oldest: int, progress: Progress) -> list[Rollout]:
         known = journal.rollouts.get((ask.group_id, index))
         if known is not None and self._usable(known, ask, index, oldest):
             progress.add(known, reused=True)
@@ -120,24 +120,27 @@ class Producer:
         async with self._room():
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    rollout = await episode(self.engine, ask.prompt, self.sampling, tokenizer=self.tokenizer, **names)
+                    rows = await episode(
+                        self.engine, ask.prompt, self.sampling, tokenizer=self.tokenizer, agent=self.agent, trace=journal.trace,
+                        **names,
+                    )  # fmt: skip
             except TimeoutError:
                 reason = f"no end within collect.timeout_s={self.timeout_s:g} s"
-                rollout = failed(ask.prompt, self.sampling, reason=reason, **names)
+                rows = [failed(ask.prompt, self.sampling, reason=reason, agent=self.agent, **names)]
             except OSError as error:  # the engine's server is out of reach after all retries: not the model's fault
                 reason = f"generation: {type(error).__name__}: {error}"
-                rollout = failed(ask.prompt, self.sampling, reason=reason, **names)
-        journal.add_rollout(rollout)
-        progress.add(rollout)
-        return rollout
+                rows = [failed(ask.prompt, self.sampling, reason=reason, agent=self.agent, **names)]
+        journal.add_rollout(rows)
+        progress.add(rows)
+        return rows
 
-    def _usable(self, known: Rollout, ask: Ask, index: int, oldest: int) -> bool:
+    def _usable(self, known: list[Rollout], ask: Ask, index: int, oldest: int) -> bool:
         """Whether a rollout found on disk is the one that would be generated now, by weights that are new enough."""
         return (
-            known.prompt_ids == list(ask.prompt.ids)
-            and known.seed == ask.seeds[index]
-            and known.sampling == recorded(self.sampling)
-            and all(version >= oldest for version in known.weight_version if version >= 0)
+            known[0].prompt_ids == list(ask.prompt.ids)
+            and known[0].seed == ask.seeds[index]
+            and known[0].sampling == recorded(self.sampling, self.agent)
+            and all(version >= oldest for row in known for version in row.weight_version if version >= 0)
         )
 
     def _room(self) -> asyncio.Semaphore:
@@ -147,26 +150,44 @@ class Producer:
             self._gate = loop, asyncio.Semaphore(self.room)
         return self._gate[1]
 
-    def _penalised(self, rollout: Rollout, score: Score) -> Score:
+    def _penalised(self, rows: list[Rollout], score: Score) -> Score:
         if score.reward is None or self.overlong is None:
             return score
-        penalty = soft_overlong(sum(rollout.sampled_mask), self.overlong)
+        penalty = soft_overlong(sum(sum(row.sampled_mask) for row in rows), self.overlong)
         return Score(score.reward + penalty, score.turn_rewards, {**score.parts, "overlong": penalty}, score.reason)
 
 
-async def scores_of(group: Group, score: Scorer) -> list[Score]:
-    """One Score per rollout. Those that were not generated keep their reason; a reward that is no finite number is none.
+def hand_out(rows: list[Rollout], score: Score) -> None:
+    """Write the score of an episode on its rows, and the reward of each turn of the model into that turn.
 
-    ValueError when the reward gives another number of scores than there are rollouts.
+    ValueError when the turn rewards are not one for each turn of the model.
     """
-    valid = [rollout for rollout in group.rollouts if rollout.status != "invalid"]
-    given = await score(Group(group.group_id, group.prompt, valid)) if valid else []
+    turns = [turn for row in rows for turn in row.turns if turn.kind == "assistant"]
+    if score.turn_rewards is not None and len(score.turn_rewards) != len(turns):
+        raise ValueError(
+            f"the reward gave {len(score.turn_rewards)} turn rewards for the {len(turns)} turns of the model in "
+            f"{rows[0].rollout_id}: one each is needed"
+        )
+    for turn, reward in zip(turns, score.turn_rewards or ()):
+        turn.reward = reward
+    for row in rows:
+        row.score = score
+
+
+async def scores_of(group: Group, score: Scorer) -> list[Score]:
+    """One Score per episode. Those that were not generated keep their reason; a reward that is no finite number is none.
+
+    ValueError when the reward gives another number of scores than there are episodes.
+    """
+    episodes = group.episodes
+    valid = [rows for rows in episodes if rows[-1].status != "invalid"]
+    given = await score(Group(group.group_id, group.prompt, [row for rows in valid for row in rows])) if valid else []
     if len(given) != len(valid):
         raise ValueError(
             f"the reward gave {len(given)} scores for the {len(valid)} rollouts of group {group.group_id}: one each is needed"
         )
     rest = iter(given)
-    scores = [rollout.score if rollout.status == "invalid" else next(rest) for rollout in group.rollouts]
+    scores = [rows[-1].score if rows[-1].status == "invalid" else next(rest) for rows in episodes]
     return [
         score if score.reward is None or math.isfinite(score.reward)
         else Score(None, score.turn_rewards, score.parts, f"the reward is {score.reward}")
@@ -182,11 +203,11 @@ class Progress:
         self.groups_done = self.rollouts_done = self.reused = self.tokens = 0
         self.began = self.last = self.told = time.perf_counter()
 
-    def add(self, rollout: Rollout, reused: bool = False) -> None:
-        """Note a finished rollout."""
+    def add(self, rows: list[Rollout], reused: bool = False) -> None:
+        """Note a finished episode."""
         self.rollouts_done += 1
         self.reused += reused
-        self.tokens += 0 if reused else sum(rollout.sampled_mask)
+        self.tokens += 0 if reused else sum(sum(row.sampled_mask) for row in rows)
         self.last = time.perf_counter()
 
     def tell(self) -> None:

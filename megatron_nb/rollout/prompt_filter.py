@@ -41,7 +41,7 @@ class PromptFilterConfig:
 
 def successes(group: Group, success: float) -> int | None:
     """Answers that reach the reward; None when no answer is valid."""
-    scores = [rollout.score for rollout in group.rollouts if rollout.score.reward is not None]
+    scores = [rows[-1].score for rows in group.episodes if rows[-1].score.reward is not None]
     return sum(s.reward - s.parts.get("overlong", 0.0) >= success for s in scores) if scores else None
 
 

@@ -1,8 +1,9 @@
 """Rollouts on disk: what is finished survives a kill, and what a step was trained on can be looked at.
 
     runs/NAME/rollouts/pending/LABEL.replica-R.jsonl   appended with fsync while a batch is collected; label: step-00000012
-              rollouts/step-N.jsonl                    one row per rollout, written atomically at the end of step N
+              rollouts/step-N.jsonl                    a line for every row, written atomically at the end of step N
               rollouts/heldout-N.jsonl                 the answers to the held-out prompts after step N
+              rollouts/trace-LABEL.replica-R.jsonl     what happened in the episodes of an agent, see trace.py
 
 A row is the fields of Rollout with its score nested; floats keep every bit. A step's row also has "prompt", the messages,
 and "ratio", trainer over engine by token, where the trainer gave it.
@@ -16,10 +17,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_nb.records import Group, Rollout, Score, Turn
+from megatron_nb.rollout.trace import append
 from megatron_nb.run import sync, write_atomic
 
 log = logging.getLogger(__name__)
@@ -75,7 +78,7 @@ class Journal:
         """folder: that of the run. A torn last line of an earlier attempt is cut off before anything is appended."""
         self.folder = Path(folder) / "rollouts" / "pending"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.rollouts: dict[tuple[str, int], Rollout] = {}  # (group_id, index) -> finished rollout, score not filled in
+        self.rollouts: dict[tuple[str, int], list[Rollout]] = {}  # (group_id, index) -> rows, score not filled in
         self._scores: dict[str, tuple[str, list[Score]]] = {}  # group_id -> (digest of what was scored, scores)
         for path in sorted(self.folder.glob(f"{label}.replica-*.jsonl")):
             self._take(path)
@@ -83,13 +86,15 @@ class Journal:
         _cut_torn_line(path)
         self._file = open(path, "ab")  # noqa: SIM115  held open while the batch is collected
         sync(self.folder)  # a new file's name must survive a power cut too
+        # what happened in each episode of an agent, for people; see trace.py
+        self.trace = partial(append, self.folder.parent / f"trace-{label}.replica-{replica}.jsonl")
 
-    def add_rollout(self, rollout: Rollout) -> None:
-        """Append a finished rollout; it is on disk when this returns."""
-        self._append({"rollout": rollout_row(rollout)})
+    def add_rollout(self, rows: list[Rollout]) -> None:
+        """Append all rows of a finished episode; they are on disk when this returns, all or none."""
+        self._append({"rows": [rollout_row(row) for row in rows]})
 
     def add_scores(self, rollouts: list[Rollout], scores: list[Score]) -> None:
-        """Append the scores of a whole group, in its order; they are on disk when this returns."""
+        """Append the scores of a whole group, one for each episode; they are on disk when this returns."""
         rows = [dataclasses.asdict(score) for score in scores]
         self._append({"group_id": rollouts[0].group_id, "digest": _digest(rollouts), "scores": rows})
 
@@ -103,9 +108,9 @@ class Journal:
 
     def _take(self, path: Path) -> None:
         for row in _whole_rows(path):
-            if "rollout" in row:
-                rollout = rollout_of(row["rollout"])
-                self.rollouts[rollout.group_id, rollout.index] = rollout
+            if "rows" in row:
+                rows = [rollout_of(its) for its in row["rows"]]
+                self.rollouts[rows[0].group_id, rows[0].index] = rows
             else:
                 self._scores[row["group_id"]] = row["digest"], [Score(**score) for score in row["scores"]]
 

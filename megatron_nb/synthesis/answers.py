@@ -99,7 +99,7 @@ class EngineAsker:
         ids = prompt_ids(conversation, self.template)
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens of prompt, {self.max_prompt} are allowed")
-        rollout = await episode(
+        (rollout,) = await episode(
             self.engine, Prompt(conversation, ids), self.sampling, group_id=name, index=0, seed=seed, tokenizer=self.tokenizer
         )
         return Answer(rollout.text, rollout.status == "done", len(rollout.ids), len(ids))

@@ -98,8 +98,8 @@ def _finished(run: Path) -> set[str]:
     found = set()
     for path in (run / "rollouts" / "pending").glob("*.jsonl"):
         for line in path.read_text().split("\n"):
-            if line.startswith('{"rollout"'):
-                row = json.loads(line)["rollout"]
+            if line.startswith('{"rows"'):
+                row = json.loads(line)["rows"][0]
                 found.add(f"{row['group_id']}/{row['index']}/0.0")
     return found
 

@@ -35,7 +35,7 @@ class Script:
 def play(*parts, max_tokens=20):
     engine = Script(*parts)
     work = episode(engine, PROMPT, Sampling(max_tokens, stop_ids=(END,)), group_id="g", index=3, seed=11, tokenizer=TOKENIZER)
-    return engine, asyncio.run(work)
+    return engine, asyncio.run(work)[0]
 
 
 def test_an_answer_is_kept_as_its_ids_and_its_text_has_no_end_of_turn():

@@ -126,7 +126,7 @@ def test_a_rollout_of_another_prompt_seed_sampling_or_of_old_weights_is_generate
     groups, _ = collector(tmp_path, FakeEngine(version=6)).collect(7)
     (path,) = (tmp_path / "rollouts" / "pending").iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    victim = next(row["rollout"] for row in rows if "rollout" in row)
+    victim = next(row["rows"][0] for row in rows if "rows" in row)
     victim[change] = {"prompt_ids": [1], "seed": 1, "sampling": {}, "weight_version": [5] * len(victim["ids"])}[change]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     engine = FakeEngine(version=6)  # a rollout of step 7 by weights 5 is too old without staleness
@@ -331,7 +331,7 @@ def test_batches_under_way_come_back_with_their_prompts_after_a_kill(tmp_path):
     asyncio.run(asyncio.sleep(0.1))
     engine.close()
     files = (tmp_path / "rollouts" / "pending").glob("step-0000000[23]*")
-    pending = sum('"rollout"' in line for path in files for line in path.read_text().splitlines())
+    pending = sum('"rows"' in line for path in files for line in path.read_text().splitlines())
     again = collector(tmp_path, second := FakeEngine(version=1), staleness=2, num_steps=5)
     again.restore(state)
     groups, _ = again.collect(2)

@@ -42,19 +42,19 @@ def test_a_step_is_read_back_exactly_and_shows_prompt_and_ratio(tmp_path):
 
 @pytest.mark.parametrize("torn", [1, 5, -1])
 def test_a_torn_last_line_does_not_count_and_is_cut_off_before_the_next(tmp_path, torn):
-    journal = Journal(tmp_path, LABEL, 0)
-    journal.add_rollout(rollout(0))
-    journal.add_rollout(rollout(1))
+    journal, several = Journal(tmp_path, LABEL, 0), [rollout(0), rollout(0, segment=1)]
+    journal.add_rollout(several)
+    journal.add_rollout([rollout(1), rollout(1, segment=1)])  # the rows of an episode count together or not at all
     journal.close()
     (path,) = (tmp_path / "rollouts" / "pending").iterdir()
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second[:torn])
 
     again = Journal(tmp_path, LABEL, 0)
-    assert list(again.rollouts.values()) == [rollout(0)]
-    again.add_rollout(rollout(2))
+    assert list(again.rollouts.values()) == [several]
+    again.add_rollout([rollout(2)])
     again.close()
-    assert list(Journal(tmp_path, LABEL, 1).rollouts.values()) == [rollout(0), rollout(2)]  # another replica sees them too
+    assert list(Journal(tmp_path, LABEL, 1).rollouts.values()) == [several, [rollout(2)]]  # another replica sees them too
 
 
 def test_scores_belong_to_the_rollouts_that_were_scored(tmp_path):
@@ -69,7 +69,7 @@ def test_scores_belong_to_the_rollouts_that_were_scored(tmp_path):
 
 def test_a_row_is_on_disk_when_it_was_added(tmp_path):
     journal = Journal(tmp_path, LABEL, 0)
-    journal.add_rollout(rollout(0))
+    journal.add_rollout([rollout(0)])
     (path,) = (tmp_path / "rollouts" / "pending").iterdir()
     assert path.read_bytes().endswith(b"\n")
 
