@@ -1,31 +1,28 @@
-"""Readers of prepared articles: rows of title and text, and the wikispeedia release (articles, links, categories)."""
+"""Reader of prepared articles: a row of title and text per line."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import lzma
 import re
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TextIO
-from urllib.parse import unquote
+from typing import Any
 
 from megatron_nb.search import sentences
 from megatron_nb.search.dates import date_of
-from megatron_nb.search.dump import Dump, Mark
+from megatron_nb.search.dump import Mark
 from megatron_nb.search.pages import KINDS, Link, Page, clean_title, kind_of_title
 
 OPENERS = {".xz": lzma.open, ".gz": gzip.open}
-FORM = 'a row is {"title": str, "text": str, "links"?: [title or {"target", "kind"?, "sentence"?}], "categories"?, "date"?, "kind"?}'
-NOISE = re.compile(r"^\s*(#copyright|Enlarge|Retrieved from .*|This reference article is .*)$")
-RELATED = re.compile(r"2007 Schools Wikipedia Selection\. Related subjects: ?")
-
-
-def open_text(path: Path) -> TextIO:
-    return OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
+FORM = (
+    'a row is {"title": str, "text": str, "links"?: [title, or {"target", "kind"?, "sentence"?}], "categories"?: [str], '
+    '"date"?, "revised"?, "kind"?}'
+)
+KIND_IN_TITLE = re.compile(r" \([^)]*\)$")
 
 
 class Articles:
@@ -66,103 +63,55 @@ class Articles:
         return prepared_page
 
 
-class Wikispeedia:
-    """A folder of the release with the articles' text: wikispeedia_articles*.jsonl*, *links.tsv*, *categories.tsv*."""
-
-    def __init__(self, path: Path):
-        files = {name: next(iter(sorted(path.glob(pattern))), None) for name, pattern in (
-            ("articles", "*articles*.jsonl*"), ("links", "*links.tsv*"), ("categories", "*categories.tsv*"))}  # fmt: skip
-        missing = [name for name in ("articles", "links") if files[name] is None]
-        if missing:
-            raise ValueError(f"{path} has no file of {' and no file of '.join(missing)}: a folder of wikispeedia holds "
-                             "*articles*.jsonl.xz and *links.tsv.gz; name a file for anything else")  # fmt: skip
-        self.path, self.articles = path, Articles(files["articles"])
-        self.size, self.broken = self.articles.size, self.articles.broken
-        self.links = _table(files["links"])
-        self.categories = _table(files["categories"]) if files["categories"] else {}
-
-    @property
-    def at(self) -> int:
-        return self.articles.at
-
-    def rows(self, mark: Mark = Mark()) -> Iterator[tuple[Mark, Any]]:  # noqa: B008  frozen
-        for after, row in self.articles.rows(mark):
-            title = clean_title(row["title"])
-            row["links"] = [(target, None, None) for target in self.links.get(title, ())]
-            names = [name.removeprefix("Subject.") for name in self.categories.get(title, ())]
-            row["text"], row["categories"] = unwrapped(row["text"], title), names
-            yield after, row
-
-    def parse(self) -> Callable[[dict[str, Any]], Page]:
-        return prepared_page
-
-
 def prepared_page(row: dict[str, Any]) -> Page:
     """A row as a page. A link without a sentence gets the first one that names its target."""
     title, text = clean_title(row["title"]), row["text"].replace("\r\n", "\n").strip()
-    lead, categories = text.partition("\n\n")[0], tuple(row.get("categories") or ())
-    found = _Mentions(text)
+    categories, found = tuple(row.get("categories") or ()), _Mentions(text)
     links = []
     for target, kind, sentence in row["links"]:
         if not sentence or sentence not in text:
             sentence, place = found.first(target)
-            kind = kind or place
+            kind = place if not kind or not sentence else kind
         links.append(Link(target, kind or "text", sentence))
-    date = row.get("date") or date_of(lead, categories, None)
+    date = row.get("date") or date_of(found.lead, categories, row.get("revised"))
     return Page(title, text, tuple(links), categories, date, row.get("revised"), row.get("kind") or kind_of_title(title))
 
 
 class _Mentions:
-    """Finds titles in a text."""
+    """Finds where a text names titles."""
 
     def __init__(self, text: str):
-        self.pieces = [(line[a:b], "lead" if at == 0 else "text") for at, paragraph in enumerate(text.split("\n\n"))
-                       for line in paragraph.split("\n") for a, b in sentences.spans(line)]  # fmt: skip
+        paragraphs = text.split("\n\n")
+        heading = next((at for at, paragraph in enumerate(paragraphs) if at and is_heading(paragraph)), len(paragraphs))
+        pieces = [(line[a:b], "lead" if at < heading else "text") for at, paragraph in enumerate(paragraphs)
+                  for line in paragraph.split("\n") for a, b in sentences.spans(line)]  # fmt: skip
+        self._text = "\n".join(piece for piece, _ in pieces)
+        self._lower = self._text.lower()
+        self._lower = self._lower if len(self._lower) == len(self._text) else self._text  # a few letters change their length
+        self._pieces, self.lead = pieces, "\n\n".join(paragraphs[:heading])
+        self._starts = list(accumulate((len(piece) + 1 for piece, _ in pieces), initial=0))
 
     def first(self, title: str) -> tuple[str, str]:
-        """(sentence, lead or text); ("", "text") when no sentence names it. The name may lack its (kind), and be inflected."""
-        name = re.sub(r" \([^)]*\)$", "", title)
-        for word in dict.fromkeys((name, name[:1].lower() + name[1:])):
-            pattern = re.compile(rf"(?<!\w){re.escape(word)}(?:s|es|'s)?(?!\w)")
-            for sentence, place in self.pieces:
-                if word in sentence and pattern.search(sentence):
-                    return sentence, place
-        return "", "text"
+        """(first sentence that names the title, its kind of place); ("", "unplaced") when none does.
+
+        The title's (kind) may be missing, the name may be in the plural, and in lower case where it stands nowhere as it is.
+        """
+        name = KIND_IN_TITLE.sub("", title)
+        for text, word in ((self._text, name), (self._lower, name.lower())):
+            at = text.find(word)
+            while at >= 0:
+                if _is_word(text, at, at + len(word)):
+                    return self._pieces[bisect_right(self._starts, at) - 1]
+                at = text.find(word, at + 1)
+        return "", "unplaced"
 
 
-def unwrapped(text: str, title: str) -> str:
-    """Paragraphs of an article that was wrapped at 75 columns, without its head and captions that stand twice."""
-    paragraphs: list[str] = []
-    for block in re.split(r"\n\s*\n", text):
-        block = "\n".join(line for line in block.split("\n") if not NOISE.match(line))
-        lines = [line.strip() for line in block.split("\n") if line.strip()]
-        half = len(lines) // 2
-        if lines and lines[:half] == lines[half:]:
-            continue  # a picture's caption
-        joined = re.sub(r"(?: |^)\* ", "\n- ", " ".join(lines)).strip()
-        if joined and joined != title and not RELATED.match(joined):
-            paragraphs.append(joined)
-    return "\n\n".join(paragraphs)
+def _is_word(text: str, start: int, stop: int) -> bool:
+    if text[start - 1 : start].isalnum():
+        return False
+    return not re.match(r"(?!(?:s|es|'s)(?!\w))\w", text[stop : stop + 4])
 
 
-def _table(path: Path) -> dict[str, list[str]]:
-    """Title -> values, of two columns with % escapes."""
-    rows: dict[str, list[str]] = defaultdict(list)
-    with open_text(path) as file:
-        for number, row in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-            if not row or row[0].startswith("#"):
-                continue
-            if len(row) != 2:
-                raise ValueError(f"{path}:{number}: found {len(row)} columns: two are needed, parted by a tab")
-            rows[clean_title(unquote(row[0]))].append(clean_title(unquote(row[1])))
-    return rows
-
-
-def source_of(path: Path) -> Dump | Articles | Wikispeedia:
-    """The reader of a file or folder by its name. ValueError for what none reads."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: name a dump (.xml, .xml.bz2, .xml.gz), rows (.jsonl) or a folder of wikispeedia")
-    if path.is_dir():
-        return Wikispeedia(path)
-    name = path.name.lower().removesuffix(".gz").removesuffix(".xz").removesuffix(".bz2")
-    return Articles(path) if name.endswith(".jsonl") else Dump(path)
+def is_heading(paragraph: str) -> bool:
+    """Whether a paragraph looks like one: short, one line, no sentence."""
+    return len(paragraph) <= 60 and "\n" not in paragraph and paragraph[:1] != "-" and paragraph[-1:] not in ".!?:;,"

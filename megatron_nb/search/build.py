@@ -11,28 +11,26 @@ import hashlib
 import json
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
-from itertools import islice
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from megatron_nb.run import write_atomic
-from megatron_nb.search.articles import source_of
-from megatron_nb.search.dump import Mark
+from megatron_nb.search.articles import Articles
+from megatron_nb.search.dump import Dump, Mark
 from megatron_nb.search.graph import build_graph
 from megatron_nb.search.index import build_index
-from megatron_nb.search.pages import Page
 from megatron_nb.search.progress import Progress, peak_mb
 from megatron_nb.search.store import PageReader, PageWriter
+from megatron_nb.search.wikispeedia import Wikispeedia
 
 FORM = 1  # of the folder; another form is built again
 BATCH, BATCH_CHARACTERS = 200, 2_000_000  # raw pages handed to a parser at once
 WINDOW = 4  # batches under way, per parser
-LONGEST_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +59,17 @@ def build(source: Path, folder: Path, workers: int | None = None) -> dict[str, A
         return facts
 
 
+def source_of(path: Path) -> Dump | Articles | Wikispeedia:
+    """The reader of a file or folder by its name. ValueError for what none reads."""
+    if not path.exists():
+        forms = "a dump (.xml, .xml.bz2, .xml.gz), rows (.jsonl) or a folder of wikispeedia"
+        raise ValueError(f"{path} does not exist: name {forms}")
+    if path.is_dir():
+        return Wikispeedia(path)
+    name = path.name.lower().removesuffix(".gz").removesuffix(".xz").removesuffix(".bz2")
+    return Articles(path) if name.endswith(".jsonl") else Dump(path)
+
+
 def finished(folder: Path) -> dict[str, Any] | None:
     """What build.json says; None while the build is not complete."""
     path = folder / "build.json"
@@ -77,16 +86,9 @@ def fingerprint(source: Path) -> str:
     return told.hexdigest()
 
 
-def _phase(name: str, total: int, work: Callable[[Callable[[int], None]], Any]) -> float:
+def _phase(name: str, total: int, work: Callable[[Callable[[int, int], None]], Any]) -> float:
     progress = Progress(name, total)
-    last = 0
-
-    def tick(done: int) -> None:
-        nonlocal last
-        progress.at(done, done - last if last else 1)
-        last = done
-
-    work(tick)
+    work(progress.at)
     return progress.end()
 
 
@@ -96,25 +98,25 @@ def _read(reader: Any, source: Path, folder: Path, print_of: str, workers: int) 
     begun = writer.state("fingerprint")
     if begun not in (None, print_of):
         raise ValueError(f"{folder} was begun from {writer.state('source')}: name another folder for {source}, or remove it")
-    facts = writer.state("facts", {"double": 0, "broken": {}})
+    writer.write([], {"fingerprint": print_of, "source": str(source)})
+    facts = writer.state("facts", {"broken": {}})
     if not writer.state("read"):
-        mark = Mark(*writer.state("mark", (0, 0)))
-        if mark != Mark():
+        begin = Mark(*writer.state("mark", (0, 0)))
+        if begin != Mark():
             log.info("%s holds %d pages already; reading on from there", folder, writer.count)
-        progress = Progress("pages", reader.size, mark.offset)
+        progress = Progress("pages", reader.size)
         before = facts["broken"]
-        for mark, entries in _parsed(reader, mark, workers):
-            facts["broken"] = {key: before.get(key, 0) + reader.broken.get(key, 0) for key in {*before, *reader.broken}}
-            state = {"mark": (mark.offset, mark.skip), "fingerprint": print_of, "source": str(source)}
-            facts["double"] += writer.write(entries, state)
-            writer.write([], {"facts": facts})
+        for mark, entries in _parsed(reader, begin, workers):
+            facts["broken"] = dict(Counter(before) + Counter(reader.broken))
+            writer.write(entries, {"mark": (mark.offset, mark.skip), "facts": facts})
             progress.at(reader.at, len(entries))
-        facts["broken"] = {key: before.get(key, 0) + reader.broken.get(key, 0) for key in {*before, *reader.broken}}
+        facts["broken"] = dict(Counter(before) + Counter(reader.broken))
         if not writer.count:
-            raise ValueError(f"{source} holds no page that can be read (left out: {facts['broken'] or 'nothing'}): check the file")
+            left_out = facts["broken"] or "nothing"
+            raise ValueError(f"{source} holds no page that can be read (left out: {left_out}): check the file")
         seconds = writer.state("seconds", 0.0) + progress.end()
         writer.write([], {"read": True, "facts": facts, "seconds": seconds})
-    facts |= {"source": str(source), "fingerprint": print_of, "pages": writer.count}
+    facts |= {"source": str(source), "fingerprint": print_of, "pages": writer.count, "double": writer.double}
     seconds = {"pages": writer.state("seconds", 0.0)}
     writer.close()
     return facts, seconds

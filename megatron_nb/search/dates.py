@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")
+MONTHS = ("January", "February", "March", "April", "May", "June",
+          "July", "August", "September", "October", "November", "December")  # fmt: skip
 MONTH, YEAR, DAY = "|".join(MONTHS), r"(1\d{3}|20\d{2})", r"(\d{1,2})(?:st|nd|rd|th)?"
 DAY_FIRST = re.compile(rf"\b{DAY}(?: of)? ({MONTH}),? {YEAR}\b")
 MONTH_FIRST = re.compile(rf"\b({MONTH}) {DAY},? {YEAR}\b")
 MONTH_ONLY = re.compile(rf"\b({MONTH}),? {YEAR}\b")
 ISO = re.compile(rf"\b{YEAR}-(\d\d)-(\d\d)\b")
 CUES = "in|since|by|from|until|till|during|after|before|circa|early|late|mid|and|to|of|year|born|died|season"
-YEAR_ONLY = re.compile(rf"(?:\b(?:{CUES})\s|[(–—/])(?:the )?{YEAR}(?=[\s,.;:)–—/-](?!\d{{3}}\b))(?! ?(?:km|m|ft|people|°))", re.I)
-ANY_YEAR = re.compile(rf"\b{YEAR}\b")
+YEAR_ONLY = re.compile(
+    rf"(?:\b(?:{CUES})\s|[(–—/])(?:the )?{YEAR}(?=[\s,.;:)–—/-](?!\d{{3}}\b))(?! ?(?:km|m|ft|people|°))", re.IGNORECASE
+)
+IN_CATEGORY = re.compile(rf"\b{YEAR}\b(?! and before)")
 
 
 def days_named(lead: str, categories: Iterable[str] = ()) -> list[str]:
@@ -23,7 +26,7 @@ def days_named(lead: str, categories: Iterable[str] = ()) -> list[str]:
     found += [(y, m, d) for y, m, d in ISO.findall(lead)]
     found += [(y, MONTHS.index(m) + 1, 1) for m, y in MONTH_ONLY.findall(lead)]
     found += [(y, 1, 1) for y in YEAR_ONLY.findall(lead)]
-    found += [(y, 1, 1) for name in categories for y in ANY_YEAR.findall(name)]
+    found += [(y, 1, 1) for name in categories for y in IN_CATEGORY.findall(name)]
     days = ((int(y), int(m), int(d)) for y, m, d in found)
     return [f"{y:04d}-{m:02d}-{d:02d}" for y, m, d in days if 1 <= m <= 12 and 1 <= d <= 31]
 

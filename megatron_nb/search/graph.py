@@ -79,8 +79,8 @@ def hash_of(title: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.blake2b(title.encode("utf-8", "replace"), digest_size=8).digest(), "little"))
 
 
-def build_graph(pages: PageReader, folder: Path, tick: Callable[[int], None]) -> dict[str, int]:
-    """Write the graph's files; counts of links, redirects and what leads nowhere. Shards of links on disk are kept and used."""
+def build_graph(pages: PageReader, folder: Path, tick: Callable[[int, int], None]) -> dict[str, int]:
+    """Write the graph's files; counts of links, redirects and what leads nowhere. Shards on disk are used again."""
     folder.mkdir(parents=True, exist_ok=True)
     total = len(pages)
     titles = _write_heads(pages, folder)
@@ -97,8 +97,9 @@ def build_graph(pages: PageReader, folder: Path, tick: Callable[[int], None]) ->
             found = _look_up(names, ids, data["targets"])
             missing += int((found < 0).sum())
             rows.append(_distinct(data["sources"][found >= 0], found[found >= 0], data["types"][found >= 0]))
-        tick(min(first + SHARD, total))
-    source, target, types = (np.concatenate(part) if rows else np.zeros(0, np.int32) for part in (zip(*rows) if rows else ((),) * 3))
+        stop = min(first + SHARD, total)
+        tick(stop, stop - first)
+    source, target, types = (np.concatenate(part) for part in zip(*rows))
     assert len(target) < 2**31, "offsets are int32"
     out = np.bincount(source, minlength=total)
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(out)]).astype(np.int32))
@@ -144,7 +145,7 @@ def _names(titles: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> tupl
     order = np.argsort(sources, kind="stable")
     places = order.astype(np.int32)
     onward = _look_up(sources[order], places, targets)  # the redirect that a redirect leads to, or -1
-    for _ in range(FURTHEST):
+    for _ in range(FURTHEST.bit_length() - 1):  # each round follows twice as many
         stuck = (pages < 0) & (onward >= 0)
         if not stuck.any():
             break
@@ -152,10 +153,12 @@ def _names(titles: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> tupl
         onward[stuck] = onward[onward[stuck]]
     loops = int(((pages < 0) & (onward >= 0)).sum())
     good = (pages >= 0) & (_look_up(by_title, page_of, sources) < 0)
-    names, ids = np.concatenate([titles, sources[good]]), np.concatenate([np.arange(len(titles), dtype=np.int32), pages[good]])
+    names = np.concatenate([titles, sources[good]])
+    ids = np.concatenate([np.arange(len(titles), dtype=np.int32), pages[good]])
     order = np.argsort(names, kind="stable")
     lost = int((pages < 0).sum()) - loops
-    return names[order], ids[order], {"redirects": len(sources), "redirects_in_loops": loops, "redirects_to_missing_pages": lost}
+    counts = {"redirects": len(sources), "redirects_in_loops": loops, "redirects_to_missing_pages": lost}
+    return names[order], ids[order], counts
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -174,7 +177,8 @@ def _write_shard(pages: PageReader, first: int, stop: int, path: Path) -> None:
     def links() -> Iterator[tuple[int, np.uint64, int]]:
         for page, rows in pages.link_rows(first, stop):
             for target, kind, *_ in rows:
-                yield page, hash_of(target), LINK_KINDS.index(place) if (place := kind.partition(":")[0]) in LINK_KINDS else 2
+                place = kind.partition(":")[0]
+                yield page, hash_of(target), LINK_KINDS.index(place if place in LINK_KINDS else "text")
 
     rows = np.fromiter(links(), [("sources", np.int32), ("targets", np.uint64), ("types", np.uint8)])
     partial = path.with_suffix(".partial")

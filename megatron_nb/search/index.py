@@ -40,7 +40,7 @@ class Index:
         return [(self._searcher.doc(address)["id"][0], score) for score, address in found.hits]
 
 
-def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: Path, tick: Callable[[int], None]) -> None:
+def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: Path, tick: Callable[[int, int], None]) -> None:
     """Index (id, title, text) of texts(first id); goes on behind what a former attempt has committed."""
     folder.mkdir(parents=True, exist_ok=True)
     schema = tantivy.SchemaBuilder()
@@ -57,7 +57,7 @@ def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: 
         document.add_text("title", title)
         document.add_text("body", text)
         writer.add_document(document)
-        tick(page + 1)
+        tick(page + 1, 1)
         if (page + 1 - first) % COMMIT == 0:
             writer.commit()
     writer.commit()

@@ -7,7 +7,8 @@ import unicodedata
 from dataclasses import dataclass
 
 KINDS = ("article", "disambiguation", "list")  # of pages; the graph holds their positions here
-LINK_KINDS = ("infobox", "lead", "text", "list", "table")  # where a link stands; the graph keeps the first of them
+# Where a link stands; the graph keeps the first of them. unplaced: the source does not say where, nor is the target named.
+LINK_KINDS = ("infobox", "lead", "text", "list", "table", "unplaced")
 SPACES = re.compile(r"[\s_]+")
 
 
@@ -16,8 +17,8 @@ class Link:
     """A link of a page to another."""
 
     target: str  # title of the page it leads to, redirects followed; the corpus may lack that page
-    kind: str  # where it stands: infobox:FIELD, lead, text, list or table
-    sentence: str  # verbatim from the page's text; "" when the source does not say where it stands
+    kind: str  # where it stands: infobox:FIELD or one of LINK_KINDS
+    sentence: str  # verbatim from the page's text; "" of an unplaced link
 
 
 @dataclass(frozen=True)

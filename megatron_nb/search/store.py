@@ -13,12 +13,12 @@ from typing import Any
 from megatron_nb.search.pages import Link, Page, Redirect, clean_title
 
 TABLES = """
-CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, title TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, date TEXT, revised TEXT,
-                                 text BLOB NOT NULL, rest BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS pages(id INTEGER PRIMARY KEY, title TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
+                                 date TEXT, revised TEXT, text BLOB NOT NULL, rest BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS redirects(title TEXT PRIMARY KEY, target TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
-FURTHEST = 10  # redirects that are followed one after another
+FURTHEST = 16  # redirects that are followed one after another; a power of 2
 
 
 class PageWriter:
@@ -30,25 +30,24 @@ class PageWriter:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(TABLES)
         self.count = self._db.execute("SELECT count(*) FROM pages").fetchone()[0]
+        self.double = self.state("double", 0)  # pages and redirects whose title was there already
 
     def state(self, name: str, default: Any = None) -> Any:
         row = self._db.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
         return default if row is None else json.loads(row[0])
 
-    def write(self, entries: Iterable[Page | Redirect], state: dict[str, Any]) -> int:
-        """All entries and the state, or nothing; how many were there already."""
-        double = 0
+    def write(self, entries: Iterable[Page | Redirect], state: dict[str, Any]) -> None:
+        """All entries and the state, or nothing."""
         self._db.execute("BEGIN")
         try:
             for entry in entries:
-                double += not (self._redirect(entry) if isinstance(entry, Redirect) else self._page(entry))
-            rows = [(name, json.dumps(value)) for name, value in state.items()]
+                self.double += not (self._redirect(entry) if isinstance(entry, Redirect) else self._page(entry))
+            rows = [(name, json.dumps(value)) for name, value in {**state, "double": self.double}.items()]
             self._db.executemany("INSERT OR REPLACE INTO state VALUES (?, ?)", rows)
             self._db.execute("COMMIT")
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
-        return double
 
     def close(self) -> None:
         """Leave one file that can be read where nothing can be written."""
@@ -93,7 +92,7 @@ class PageReader:
     def resolve(self, title: str) -> str | None:
         """The title of the page that a title leads to; None for a missing page or a loop of redirects."""
         title = clean_title(title)
-        for _ in range(FURTHEST):
+        for _ in range(FURTHEST + 1):
             if self._db.execute("SELECT 1 FROM pages WHERE title = ?", (title,)).fetchone():
                 return title
             row = self._db.execute("SELECT target FROM redirects WHERE title = ?", (title,)).fetchone()

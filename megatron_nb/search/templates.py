@@ -8,28 +8,29 @@ from typing import Any
 
 from megatron_nb.search.dates import MONTHS
 
-DISAMBIGUATIONS = {"disambig", "disambiguation", "dab", "disamb", "hndis", "geodis", "hospitaldis", "schooldis", "numberdis", "mathdab",
-                   "letter-number combination disambiguation", "human name disambiguation", "place name disambiguation"}  # fmt: skip
+DISAMBIGUATIONS = {"disambig", "disambiguation", "dab", "disamb", "hndis", "geodis", "hospitaldis", "schooldis", "numberdis"}
 BOXES = ("infobox", "taxobox", "speciesbox", "automatic taxobox", "geobox", "chembox", "drugbox")
 FIELDS_LEFT_OUT = re.compile(
-    r"^\d*$|image|caption|logo|map|size|(^|_)alt$|coord|signature|website|url|footnote|width|colou?r|^lat|^long|pushpin|ref$|style|"
-    r"^title\d*$|audio|flag|seal|shield|blank_emblem|module|embed|border|upright|symbol", re.I)  # fmt: skip
-LAST, FIRST, ALL = "the last", "the first", "all"
-# Which of the unnamed arguments are shown.
-SHOWN = {
-    **dict.fromkeys(("lang", "transl", "transliteration", "abbr", "abbrlink", "tooltip", "color", "font color", "script"), LAST),
-    **dict.fromkeys(("nowrap", "nobold", "small", "smaller", "big", "larger", "em", "strong", "nbsp", "nobr", "nobreak", "center", "sc",
-                     "smallcaps", "bold", "italic", "flag", "flagu", "flagcountry", "flagicon and name", "country", "ship", "gbr",
-                     "quote", "cquote", "blockquote", "native name", "illm", "ill", "interlanguage link", "sic", "visible anchor",
-                     "midsize", "noitalic", "mono", "unicode", "polytonic", "iw2", "sortname"), FIRST),
-    **dict.fromkeys(("unbulleted list", "ubl", "plainlist", "plain list", "flatlist", "hlist", "flat list", "bulleted list",
-                     "collapsible list", "cslist"), ALL),
-    **{name: LAST for code in ("fr", "de", "la", "es", "it", "el", "ru", "ar", "he", "ja", "zh", "pt", "nl", "grc")
-       for name in (f"lang-{code}", f"icon {code}")},
+    r"^\d*$|image|caption|logo|map|pixels|size|(^|_)alt$|coord|signature|website|url|footnote|width|colou?r|^lat|^long|pushpin|"
+    r"ref$|style|^title\d*$|audio|flag|seal|shield|emblem|coat_?(of|link)|module|embed|border|upright|symbol|^(full)?name$",
+    re.IGNORECASE,
+)
+# Which of the unnamed arguments are text.
+LAST = {"lang", "transl", "transliteration", "abbr", "abbrlink", "tooltip", "color", "font color", "script"}
+FIRST = {
+    *("nowrap", "nobold", "small", "smaller", "big", "larger", "em", "strong", "nobr", "nobreak", "center", "sc"),
+    *("smallcaps", "bold", "italic", "noitalic", "midsize", "mono", "unicode", "polytonic", "ipa", "flag", "flagu", "flagcountry"),
+    *("country", "ship", "quote", "cquote", "blockquote", "ill", "interlanguage link", "sic", "native name", "visible anchor"),
+}
+ALL = {"ubl", "unbulleted list", "plainlist", "plain list", "flatlist", "flat list", "hlist", "cslist", "bulleted list"}
+DATES = re.compile(
+    r"^(birth|death|start|end|film|release|launch|opening|disestablished|birth-date|death-date)[ -]date|^(dts|dob|bda|date)$"
+)
+SIGNS = {
+    **dict.fromkeys(("en dash", "ndash"), "–"), **dict.fromkeys(("spaced ndash", "snd", "spnd"), " – "),
+    **dict.fromkeys(("mdash", "em dash"), "—"), **dict.fromkeys(("spaces", "space", "nbsp"), " "),
+    **dict.fromkeys(("-", "clear", "break"), "\n"), "dot": "·", "'": "’", "!": "|", "=": "=",
 }  # fmt: skip
-DATES = re.compile(r"^(birth|death|start|end|film|release|launch|opening|disestablished|birth-date|death-date)[ -]date|^(dts|dob|bda|date)$")
-SINGLE = {"en dash": "–", "ndash": "–", "spaced ndash": " – ", "snd": " – ", "spnd": " – ", "mdash": "—", "em dash": "—", "dot": "·",
-          "spaces": " ", "space": " ", "'": "’", "!": "|", "=": "=", "-": "\n", "clear": "\n", "break": "\n"}  # fmt: skip
 
 
 def name_of(node: Any) -> str:
@@ -42,8 +43,8 @@ def is_infobox(name: str) -> bool:
 
 def text_parts(name: str, node: Any) -> Iterator[Any]:
     """The pieces of text a template stands for: strings, and arguments that are wikitext themselves."""
-    if name in SINGLE:
-        yield SINGLE[name]
+    if name in SIGNS:
+        yield SIGNS[name]
         return
     unnamed = [param.value for param in node.params if not param.showkey or str(param.name).strip() == "1"]
     if not unnamed:
@@ -51,24 +52,23 @@ def text_parts(name: str, node: Any) -> Iterator[Any]:
     if DATES.match(name):
         yield _day([str(value).strip() for value in unnamed])
     elif name in ("convert", "cvt"):
-        yield " ".join(str(value).strip() for value in unnamed[: 4 if str(unnamed[1:2]).strip("[']") in ("to", "-", "and") else 2])
+        between = str(unnamed[1]).strip() if len(unnamed) > 1 else ""
+        yield " ".join(str(value).strip() for value in unnamed[: 4 if between in ("to", "-", "and", "x") else 2])
     elif name in ("circa", "c.", "ca"):
         yield "c. "
         yield unnamed[0]
-    elif name in ("url", "official website"):
-        return
-    elif SHOWN.get(name) == ALL:
+    elif name in ALL:
         for at, value in enumerate(unnamed):
             yield ", " if at else ""
             yield value
-    elif SHOWN.get(name) == FIRST:
+    elif name in FIRST:
         yield unnamed[0]
-    elif SHOWN.get(name) == LAST or name.startswith("lang-"):
+    elif name in LAST or name.startswith("lang-"):
         yield unnamed[-1]
 
 
 def _day(words: list[str]) -> str:
-    """12 March 1922 of ["1922", "3", "12", ...]; a birth after a death is left out."""
+    """12 March 1922 of ["1922", "3", "12", ...]; other words as they are."""
     numbers = [int(word) for word in words[:3] if word.isascii() and word.isdigit()]
     if not numbers:
         return words[0]

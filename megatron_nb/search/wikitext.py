@@ -20,9 +20,11 @@ from megatron_nb.search.templates import DISAMBIGUATIONS, FIELDS_LEFT_OUT, is_in
 OPEN, CLOSE, HEADING, FIELD, ROW = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 MARKS = re.compile("[\ue000-\ue004]")
 # Of an element: nothing of it is text of the article.
-SILENT = {"ref", "references", "gallery", "math", "chem", "timeline", "score", "hiero", "imagemap", "graph", "mapframe", "maplink",
-          "templatestyles", "syntaxhighlight", "source", "inputbox", "categorytree", "style", "script"}  # fmt: skip
-ENDINGS = {"references", "external links", "notes", "further reading", "footnotes", "citations", "notes and references", "sources"}
+SILENT = {"ref", "references", "gallery", "math", "chem", "timeline", "score", "hiero", "imagemap", "graph", "mapframe",
+          "maplink", "templatestyles", "syntaxhighlight", "source", "inputbox", "categorytree", "style", "script"}  # fmt: skip
+# Sections that are left out with all below them, but for their categories.
+ENDINGS = {"references", "external links", "notes", "further reading", "footnotes", "citations", "sources",
+           "notes and references", "bibliography"}  # fmt: skip
 STYLE = re.compile(r"'{2,5}")
 SWITCH = re.compile(r"__[A-Z]+__")
 EMPTY = re.compile(r"\s*[(\[][\s,;:]*[)\]]")  # what remains of brackets round a template
