@@ -7,12 +7,13 @@ torchrun --nproc-per-node N -m megatron_nb.rl --config-name rl_pairwise algorith
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import numpy as np
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.data.turns import Template
 from megatron_nb.launch import open_run
 from megatron_nb.model.gpt import build
 from megatron_nb.parallel import topology
@@ -28,14 +28,19 @@ from megatron_nb.parallel.topology import Topology
 from megatron_nb.records import Group, Sample
 from megatron_nb.rewards.advantage import credit
 from megatron_nb.rewards.reward import RewardConfig, build_reward, find_judges, find_models
-from megatron_nb.rl_config import RlConfig, describe_job
+from megatron_nb.rewards.turn_credit import TurnBaseline
+from megatron_nb.rl_config import RlConfig, compares, describe_job, sampling_of, versus
+from megatron_nb.rollout.agent import Agent, AgentConfig
+from megatron_nb.rollout.calls import describe as describe_tools
 from megatron_nb.rollout.collect import Collector, Interrupted
-from megatron_nb.rollout.engine import Engine, Sampling
+from megatron_nb.rollout.engine import Engine
 from megatron_nb.rollout.engines import build_engine
 from megatron_nb.rollout.heldout import Heldout
 from megatron_nb.rollout.prompt_filter import filter_by_success
 from megatron_nb.rollout.store import forget, write_step
+from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.run import Run
+from megatron_nb.schema import ConfigError
 from megatron_nb.training.checkpoint import Checkpoints
 from megatron_nb.training.checkpoint_folder import complete_steps
 from megatron_nb.training.loop import save_or_leave
@@ -65,13 +70,15 @@ class Stage:
     checkpoints: Checkpoints
     metrics: Metrics
     stop: StopSignal
+    turn_baseline: TurnBaseline
     evaluated: int | None = None  # the last step after which the held-out prompts were answered
     finished: str | None = None  # why the run ends before its last step
 
     def state(self) -> dict[str, Any]:
         """What goes into a checkpoint beside the weights; plain JSON."""
         mine = {"evaluated": self.evaluated, "finished": self.finished}
-        return {**mine, "collector": self.collector.state(), "watch": self.watch.state()}
+        parts = {"collector": self.collector, "watch": self.watch, "turn_baseline": self.turn_baseline}
+        return {**mine, **{name: part.state() for name, part in parts.items()}}
 
 
 def train(stage: Stage, first: int) -> None:
@@ -86,7 +93,8 @@ def train(stage: Stage, first: int) -> None:
             state = stage.state()
             stage.metrics.start_step()
             groups, collected = stage.collector.collect(step)
-            samples, credited = credit(groups, config.credit)
+            samples, credited = credit(groups, config.credit, stage.turn_baseline.value)
+            stage.turn_baseline.observe(credited.get("turn_reward_mean"))
             clock = [time.perf_counter()]
             if not config.collect.staleness:
                 engine.sleep()
@@ -180,31 +188,16 @@ def scorer(config: RewardConfig | None, tokenizer: Any, place: Topology, engine:
     return build_reward(config, tokenizer, place.device).score if engine.leads else "on the leaders"
 
 
-def compares(reward: RewardConfig | None) -> bool:
-    """Whether a reward compares the answers of a group with each other."""
-    terms = reward.terms.values() if reward else ()
-    return any(term.kind == "pairwise" and term.settings.get("mode") == "group" for term in terms)
-
-
-def versus(config: RlConfig) -> RewardConfig | None:
-    """The judge of two answers for the win rate: the pair-wise terms of the held-out judge, or else of the reward."""
-    for reward in filter(None, (config.heldout_reward, config.reward)):
-        terms = {name: term for name, term in reward.terms.items() if term.kind == "pairwise"}
-        if terms:
-            share, how = sum(term.weight for term in terms.values()), {"mode": "group", "references": None}
-            return replace(reward, terms={
-                name: replace(term, weight=term.weight / share, gate=False, settings=term.settings | how)
-                for name, term in terms.items()
-            })  # fmt: skip
-    return None
-
-
-def sampling_of(config: RlConfig, tokenizer: Any) -> Sampling:
-    """The sampling with what ends a turn: the template's end, and the tokenizer's own."""
-    if config.sampling.stop_ids:
-        return config.sampling
-    end = tokenizer.convert_tokens_to_ids(Template(tokenizer, config.prompts.keep_all_think).end)
-    return replace(config.sampling, stop_ids=tuple(sorted({end, tokenizer.eos_token_id} - {None})))
+def find_tools(config: AgentConfig) -> None:
+    """Ask what the tools stand on whether it is there, before any model is loaded. Raises ConfigError."""
+    try:
+        toolbox = Toolbox(config.tools)
+        try:
+            asyncio.run(toolbox.ready())
+        finally:
+            toolbox.close()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"agent.tools: they cannot be used: {error}") from error
 
 
 @job(RlConfig)
@@ -218,6 +211,8 @@ def main(config: RlConfig) -> None:
         find_models(reward)
         if int(os.environ.get("RANK", "0")) == 0:
             find_judges(reward)
+    if config.agent is not None and int(os.environ.get("RANK", "0")) == 0:
+        find_tools(config.agent)
     origin = find_origin(config.init_from, config.model)
     frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)
@@ -225,8 +220,10 @@ def main(config: RlConfig) -> None:
         log.info("%s\n%s", run.folder, report)
         own = bool(config.prompts.tokenizer or config.prompts.chat_template)
         tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)
-        prompts = open_prompts(config.prompts, tokenizer, config.seed)
-
+        agent = Agent(config.agent, tokenizer, keep_all_think=config.prompts.keep_all_think) if config.agent else None
+        tools = agent.toolbox.schemas if agent else []
+        told = describe_tools(tools, config.agent.wire) if agent else ""
+        prompts = open_prompts(config.prompts, tokenizer, config.seed, tools, told)
         chunks = build(config.model, config.parallel)
         reference = None
         if config.policy.kl is not None:
@@ -243,18 +240,19 @@ def main(config: RlConfig) -> None:
         resumed = checkpoints.resume(trainer)
         first = resumed.step if resumed else 0
         policy = Policy(trainer, config.policy, config.update, reference)
-        longest = config.prompts.max_tokens + config.sampling.max_tokens
-        engine = build_engine(config.engine, config.model, place, longest, policy.probe)
+        engine = build_engine(config.engine, config.model, place, config.longest, policy.probe)
         engine.load_weights(trainer.weights(), version=first)
         collector = Collector(
             engine, prompts, scorer(config.reward, tokenizer, place, engine), config.collect,
             sampling_of(config, tokenizer), tokenizer, run.folder,
-            seed=config.seed, num_steps=config.num_steps, stopping=lambda: stop.received is not None,
+            seed=config.seed, num_steps=config.num_steps, stopping=lambda: stop.received is not None, agent=agent,
         )  # fmt: skip
         state = resumed.data_state if resumed else {}
         filter_prompts(config, collector, prompts, run)
+        turn_baseline = TurnBaseline(config.credit.baseline_decay)
         if resumed:
             collector.restore(state["collector"])
+            turn_baseline.restore(state["turn_baseline"])
         heldout = Heldout(
             collector, prompts.heldout, config.evaluation.samples, run.folder, writes=run.rank == 0,
             judge=scorer(config.heldout_reward, tokenizer, place, engine),
@@ -267,12 +265,14 @@ def main(config: RlConfig) -> None:
         )  # fmt: skip
         stage = Stage(
             config, run, engine, trainer, policy, collector, heldout, Watch(config.watch, state.get("watch")), checkpoints,
-            metrics, stop, state.get("evaluated"), state.get("finished"),
+            metrics, stop, turn_baseline, state.get("evaluated"), state.get("finished"),
         )  # fmt: skip
         try:
             train(stage, first)
         finally:
             measured = metrics.close()
+            if agent:
+                agent.close()
         engine.close()
         run.write_summary(config.seed, **measured, **summary(measured, metrics.rows), finished_early=int(bool(stage.finished)))
 

@@ -1,10 +1,13 @@
-"""The configuration of a stage of reinforcement learning: what is refused before any work, and what a dry run prints."""
+"""The configuration of a stage of reinforcement learning: what is refused before any work, what a dry run prints, and what
+follows from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_nb.data.prompts import PromptConfig
+from megatron_nb.data.turns import Template
 from megatron_nb.launch import LaunchConfig, world_of
 from megatron_nb.losses.policy_gradient import PolicyConfig
 from megatron_nb.model.gpt import check_layout
@@ -12,10 +15,13 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig
 from megatron_nb.rewards.advantage import CreditConfig
 from megatron_nb.rewards.reward import RewardConfig, check_reward
+from megatron_nb.rewards.term import BUILT_IN
+from megatron_nb.rollout.agent import AgentConfig
 from megatron_nb.rollout.collect import CollectConfig
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.engines import EngineConfig, check_lengths, check_sampling, check_staleness, describe_engine
 from megatron_nb.rollout.heldout import EvaluationConfig
+from megatron_nb.rollout.native_config import cache_blocks
 from megatron_nb.rollout.prompt_filter import PromptFilterConfig
 from megatron_nb.training import memory
 from megatron_nb.training.checkpoint import CheckpointConfig
@@ -47,7 +53,8 @@ class RlConfig:
     prompts: PromptConfig = field(default_factory=PromptConfig)
     prompt_filter: PromptFilterConfig | None = None  # before the first step: keep what the starting model solves sometimes
     engine: EngineConfig = field(default_factory=EngineConfig)
-    sampling: Sampling = Sampling(max_tokens=1024)  # stop_ids empty: the template's end of turn and the tokenizer's eos
+    sampling: Sampling = Sampling(max_tokens=1024)  # of a turn; stop_ids empty: the template's end and the tokenizer's eos
+    agent: AgentConfig | None = None  # tools, and how long an episode may be; None: one turn without tools
     collect: CollectConfig = field(default_factory=CollectConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     heldout_reward: RewardConfig | None = None  # another judge of the held-out answers; never trained on
@@ -75,7 +82,11 @@ class RlConfig:
         limits["update.pack_tokens"] = self.update.pack_tokens
         if self.engine.kind == "native":
             limits["engine.native.max_sequence_length"] = self.engine.native.max_sequence_length
-        check_lengths(self.prompts.max_tokens, self.sampling, self.collect, limits)
+        if self.agent is None:
+            check_lengths(self.prompts.max_tokens, self.sampling, self.collect, limits)
+        else:
+            self._check_rows(limits)
+        self._check_turn_credit()
         corrected = self.policy.importance_cap is not None or self.policy.old == "behaviour"
         check_staleness(self.collect.staleness, self.engine, corrected)
         if self.collect.group_size == 1 and self.credit.advantage != "reinforce_pp":
@@ -89,25 +100,56 @@ class RlConfig:
             raise ValueError("heldout_reward judges held-out prompts: set prompts.heldout.NAME.path or prompts.heldout_share")
 
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a row at most, prompt included."""
+        return self.agent.max_tokens if self.agent else self.prompts.max_tokens + self.sampling.max_tokens
+
+    def _check_rows(self, limits: dict[str, int | None]) -> None:
+        """ValueError when an agent's row may not fit into one of `limits`, or a prompt not into a row."""
+        for name, limit in limits.items():
+            if limit is not None and self.longest > limit:
+                raise ValueError(f"agent.max_tokens={self.longest} must be at most {name}={limit}: raise it or cut rows")
+        if self.prompts.max_tokens >= self.longest:
+            raise ValueError(
+                f"prompts.max_tokens={self.prompts.max_tokens} must be less than agent.max_tokens={self.longest}: a row "
+                "holds the prompt with its tools and all turns"
+            )
+
+    def _check_turn_credit(self) -> None:
+        """ValueError where groups are chosen by what the unbiased form must not choose by."""
+        if self.credit.turn_credit == "unbiased" and self.credit.turn_weight and self.collect.dynamic_sampling:
+            raise ValueError(
+                "collect.dynamic_sampling=true with credit.turn_credit=unbiased: dropping groups by their rewards biases the "
+                "gradient, and their turns would teach something; set collect.dynamic_sampling=false"
+            )
+
+
 def describe_job(config: RlConfig) -> str:
     """What the dry run prints below the configuration. ValueError when it cannot run or does not fit."""
     for reward in filter(None, (config.reward, config.heldout_reward)):
         check_reward(reward)
+    check_turn_rewards(config)
     world, p, c, pack = world_of(config), config.parallel, config.collect, config.update.pack_tokens
     data_size = p.data_size(world)
     plan = memory.plan(config.model, p, world, pack)
     if p.device_memory_gb:
         memory.check_fits(plan, p.device_memory_gb)
     layout, held = describe_engine(config.engine, config.model, p, world)
+    if config.engine.kind == "native":
+        check_cache(config)
     rollouts, most = c.num_prompts * c.group_size, config.sampling.max_tokens
+    step = f"{c.num_prompts} prompts * {c.group_size} answers of at most {most} = {rollouts * most:,} tokens"
+    if config.agent is not None:
+        step = f"{c.num_prompts} prompts * {c.group_size} episodes"
     lines = [
         f"model        {config.model.num_parameters:,} parameters, {config.model.dtype}, backend {config.model.backend}",
         f"ranks        {world} = data {data_size} * pipeline {p.pipeline} * context {p.context} * tensor {p.tensor}, "
         f"{p.communication}",
         f"engine       {layout}; staleness {c.staleness}, at most {c.concurrency} rollouts at once a replica",
-        f"step         {c.num_prompts} prompts * {c.group_size} answers of at most {most} = {rollouts * most:,} tokens; "
-        f"updates {config.update.updates}, packs of at most {pack}",
+        f"step         {step}; updates {config.update.updates}, packs of at most {pack}",
         f"reward       {', '.join(f'{name} ({term.kind})' for name, term in config.reward.terms.items())}",
+        *describe_agent(config),
         f"optimizer    {describe(config.optimizer)}, {config.optimizer.schedule} from {config.optimizer.lr:g}, "
         f"{config.num_steps} steps",
         f"memory of the fullest rank (pack of {pack} tokens, recompute {p.recompute})"
@@ -116,3 +158,66 @@ def describe_job(config: RlConfig) -> str:
         f"beside it    engine: {held}" + ("; reference: on the host, swapped in" if config.policy.kl else ""),
     ]
     return "\n".join(lines)
+
+
+def check_turn_rewards(config: RlConfig) -> None:
+    """ValueError when turns are to be credited and no term can say what they are worth."""
+    credit, kinds = config.credit, {term.kind for term in config.reward.terms.values()}
+    if credit.turn_credit in ("recipe", "unbiased") and credit.turn_weight and kinds <= set(BUILT_IN) - {"critic"}:
+        raise ValueError(
+            f"credit.turn_credit={credit.turn_credit} with credit.turn_weight={credit.turn_weight:g}, but no term of the "
+            "reward gives turn rewards: add reward.terms.turns.kind=critic (weight 0), or set credit.turn_weight=0"
+        )
+
+
+def check_cache(config: RlConfig) -> None:
+    """ValueError when the native engine's cache does not hold one row at its longest."""
+    native = config.engine.native
+    held = cache_blocks(native, config.model) * native.block_size
+    if held < config.longest:
+        raise ValueError(
+            f"engine.native.kv_cache_gb={native.kv_cache_gb:g} holds {held} tokens, a row may have {config.longest}: give at "
+            f"least {native.kv_cache_gb * (config.longest + 2 * native.block_size) / (held + native.block_size):.3g}, or more "
+            "engine.native.tensor ranks"
+        )
+
+
+def describe_agent(config: RlConfig) -> list[str]:
+    """Lines on the agent and on the credit of its turns."""
+    agent, credit, lines = config.agent, config.credit, []
+    if agent is not None:
+        source = agent.tools.search or (agent.tools.service and agent.tools.service.base_url) or "no pages"
+        lines.append(
+            f"agent        at most {agent.max_turns} turns of {config.sampling.max_tokens}, rows of {agent.max_tokens:,} "
+            f"tokens, {agent.context}, {agent.wire}; tools {', '.join(agent.tools.names)} over {source}"
+        )
+    if credit.turn_credit is not None:
+        lines.append(f"turn credit  {credit.turn_credit}, weight {credit.turn_weight:g}, reduction {credit.reduction}")
+    return lines
+
+
+def compares(reward: RewardConfig | None) -> bool:
+    """Whether a reward compares the answers of a group with each other."""
+    terms = reward.terms.values() if reward else ()
+    return any(term.kind == "pairwise" and term.settings.get("mode") == "group" for term in terms)
+
+
+def versus(config: RlConfig) -> RewardConfig | None:
+    """The judge of two answers for the win rate: the pair-wise terms of the held-out judge, or else of the reward."""
+    for reward in filter(None, (config.heldout_reward, config.reward)):
+        terms = {name: term for name, term in reward.terms.items() if term.kind == "pairwise"}
+        if terms:
+            share, how = sum(term.weight for term in terms.values()), {"mode": "group", "references": None}
+            return replace(reward, terms={
+                name: replace(term, weight=term.weight / share, gate=False, settings=term.settings | how)
+                for name, term in terms.items()
+            })  # fmt: skip
+    return None
+
+
+def sampling_of(config: RlConfig, tokenizer: Any) -> Sampling:
+    """The sampling with what ends a turn: the template's end, and the tokenizer's own."""
+    if config.sampling.stop_ids:
+        return config.sampling
+    end = tokenizer.convert_tokens_to_ids(Template(tokenizer, config.prompts.keep_all_think).end)
+    return replace(config.sampling, stop_ids=tuple(sorted({end, tokenizer.eos_token_id} - {None})))

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,19 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def open_prompts(config: PromptConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PromptSet:
-    """Read, render, filter and split. Raises ValueError, and BadRow unless bad rows are to be skipped."""
+def open_prompts(
+    config: PromptConfig, tokenizer: PreTrainedTokenizerBase, seed: int,
+    tools: list[dict[str, Any]] | None = None, told: str = "",
+) -> PromptSet:  # fmt: skip
+    """Read, render, filter and split. Raises ValueError, and BadRow unless bad rows are to be skipped.
+
+    tools: of an agent, in the place of a row's own; told: what the system message says of them where the template does not.
+    """
     if not config.sources:
         raise ValueError("prompts.sources is empty: sampling needs prompts; set prompts.sources.NAME.path=FILE")
 
     def short(rows: list[tuple[Conversation, dict[str, Any]]]) -> list[Prompt]:
-        said, data = [conversation for conversation, _ in rows], [data for _, data in rows]
+        said, data = [with_tools(conversation, tools, told) for conversation, _ in rows], [data for _, data in rows]
         return filter_prompts(said, tokenizer, config.max_tokens, config.keep_all_think, data, config.bad_rows == "skip")[0]
 
     training, apart = [], []
@@ -132,6 +138,18 @@ def read_prompt(row: dict[str, Any], where: str, source: str) -> tuple[Conversat
     if not conversation.messages or conversation.messages[-1]["role"] == "system":
         raise BadRow.at(where, "nothing is asked", "a prompt ends with a user's or a tool's message")
     return conversation, data
+
+
+def with_tools(conversation: Conversation, tools: list[dict[str, Any]] | None, told: str) -> Conversation:
+    """The conversation with an agent's tools: for the template to write, or at the end of the system message as `told`."""
+    if not tools:
+        return conversation
+    if not told:
+        return replace(conversation, tools=tools)
+    system = [message for message in conversation.messages[:1] if message["role"] == "system"]
+    told = "\n\n".join([*(message["content"] for message in system), told])
+    messages = [{"role": "system", "content": told}, *conversation.messages[len(system) :]]
+    return replace(conversation, tools=None, messages=messages)
 
 
 def prompt_ids(conversation: Conversation, template: Template) -> list[int]:

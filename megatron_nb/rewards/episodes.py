@@ -39,15 +39,13 @@ class Episode:
         return sum(sum(row.sampled_mask) for row in self.rows)
 
     def states(self, kind: str) -> list[bytes]:
-        """[assistant turns] what the model had been told when the turn began, as a digest.
+        """[assistant turns] what the model had been told when the turn began, as a digest; what it said itself is left out.
 
-        history: every tool result so far, in order; observation: the results since its last turn. A row whose context was cut
-        begins with another prompt, which counts as told.
+        history: every tool result so far, in order, whether it still stands in the context or not; observation: the results
+        since its last turn.
         """
         told, found = hashlib.blake2b(digest_size=16), []
-        for number, row in enumerate(self.rows):
-            if number:
-                told.update(np.asarray(row.prompt_ids, np.int64).tobytes())
+        for row in self.rows:
             for turn in row.turns:
                 if turn.kind != "assistant":
                     told.update(np.asarray(row.ids[turn.start : turn.stop], np.int64).tobytes() + b"|")
