@@ -221,7 +221,7 @@ def main(config: RefineConfig) -> None:
     tasks, dropped = read_tasks(config.prompts)
     report = describe_job(config, tasks, dropped)
     if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+        print(to_yaml(config) + "\n" + report + "\n" if int(os.environ.get("RANK", "0")) == 0 else "", end="")
         return
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, "refine_solutions") as run:

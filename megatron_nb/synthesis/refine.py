@@ -166,10 +166,11 @@ def read_task(row: dict[str, Any], where: str, source: str, config: TaskConfig) 
     if draft is not None and (not isinstance(draft, str) or not final_answer(draft)):
         raise BadRow.at(where, f"{config.draft} is {str(draft)[:40]!r}", "a draft is text that is not empty",
                         "leave the field out to have a draft written")  # fmt: skip
+    draft = draft and final_answer(draft)
     reference = data.get(config.reference)
     told = json.dumps([conversation.messages, conversation.tools, draft], sort_keys=True)
     name = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-    return Task(name, conversation, draft and final_answer(draft), None if reference is None else str(reference))
+    return Task(name, conversation, draft, None if reference is None else str(reference))
 
 
 # ------------------------------------------------------------------ the three phases
@@ -276,7 +277,8 @@ async def _judged(
     if not same:
         rule = "another_answer" if same is False else "not_comparable"
         broken.append((rule, f"{said[:80]!r} is not {final[:80]!r}"))
-    broken += [(leak.rule, leak.shown) for leak in leaks_in(reasoning, task.question, refined.final, final, rules.leaks)]
+    leaks = leaks_in(reasoning, task.question, refined.final, final, rules.leaks)
+    broken += [(leak.rule, leak.shown) for leak in leaks if same or leak.rule != "underived"]
     if not rules.length.min_chars <= len(reasoning) <= rules.length.max_chars:
         rule = "too_short" if len(reasoning) < rules.length.min_chars else "too_long"
         broken.append((rule, f"{len(reasoning)} characters"))

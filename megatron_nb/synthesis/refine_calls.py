@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.records import Conversation, Group, Prompt, Rollout
-from megatron_nb.rewards.answer import equal, parsed
 from megatron_nb.rewards.reward import ComposedReward, RewardConfig, TermConfig, build_reward
 from megatron_nb.rollout.agent import seed_of
 from megatron_nb.synthesis.answers import Answer, Asker, TooLong
@@ -25,6 +24,7 @@ from megatron_nb.synthesis.ledger import Ledger, Progress
 
 log = logging.getLogger(__name__)
 
+SAME = "megatron_nb.synthesis.refine_same"
 JUDGE = """\
 Do these two final answers to the task say the same? Wording does not count, meaning and numbers do.
 
@@ -59,42 +59,12 @@ class SameConfig:
     @property
     def reward(self) -> RewardConfig:
         """The comparison as a reward, which brings deadlines and retries."""
-        kinds = {"math": f"{__name__}.SameMaths", "judge": "judge"}
-        kind = kinds.get(self.kind, f"{__name__}.SameText")
+        kinds = {"math": f"{SAME}.SameMaths", "judge": "judge"}
+        kind = kinds.get(self.kind, f"{SAME}.SameText")
         settings = {"ignore": self.kind == "normalised"} if kind.endswith("SameText") else {}
         if self.kind == "judge":
             settings = {"template": JUDGE, "low": 0.0, "high": 1.0, **self.judge}
         return RewardConfig({"same": TermConfig(kind, settings=settings)}, timeout_s=self.timeout_s, workers=self.workers)
-
-
-class SameMaths:
-    """1 when two final answers are the same mathematics (math-verify). A reference that it cannot read is a ValueError."""
-
-    def score_rollout(self, prompt: Prompt, rollout: Rollout) -> float:
-        gold, said = _maths(prompt.data["reference"]), _maths(rollout.text)
-        if not gold:
-            raise ValueError(f"the final answer {prompt.data['reference'][:80]!r} cannot be read as mathematics")
-        return float(bool(said) and equal(gold, said))
-
-
-def _maths(text: str) -> list[Any]:
-    """A final answer as math-verify reads it: a bare one as it stands, one in a sentence by the last number or formula."""
-    if "\\boxed" in text or len(text.split()) > 4:
-        return parsed(text)
-    return parsed(f"\\boxed{{{text.replace('$', '').rstrip('.')}}}") or parsed(text)
-
-
-@dataclass
-class SameText:
-    """1 when two final answers are the same text. ignore: case, punctuation at the ends and runs of white space."""
-
-    ignore: bool = False
-
-    async def score_rollout(self, prompt: Prompt, rollout: Rollout) -> float:
-        return float(self._plain(prompt.data["reference"]) == self._plain(rollout.text))
-
-    def _plain(self, text: str) -> str:
-        return " ".join(text.casefold().split()).strip(" .,;:!?\"'`*$") if self.ignore else text.strip()
 
 
 def digest(*told: Any) -> str:

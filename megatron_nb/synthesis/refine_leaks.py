@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_nb.synthesis.refine_wording import unboxed
+
 NUMBER = re.compile(r"(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d])|(?<![\w.])-?\d*\.?\d+(?![\w]*\d)")
 STEP = re.compile(r"(?:^|\n)\s*(?:\W{0,3})\d+[.):]\s|\b(?:step|item|part|line|equation|case|point)\s+\d+", re.IGNORECASE)
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+|(?<=[\u3002\uff01\uff1f])")
 WORD = re.compile(r"\w+|[^\w\s]")
 SAME = str.maketrans({"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "\u00a0": " ", "*": "", "_": " "})
+NO_UNIT = {"pi", "ln", "log", "sin", "cos", "tan", "exp", "or", "and", "not"}
 LEAST = 4  # characters of a final answer in words that is looked for: "no" stands everywhere
 
 
@@ -31,8 +34,8 @@ class LeakConfig:
     phrases: dict[str, list[str]] = field(default_factory=dict)  # kind -> regular expressions; case and line ends do not count
     answer_kinds: list[str] = field(default_factory=list)  # kinds that a refined answer may not contain either
     early: float = 0.3  # (own) share of the reasoning
-    quoted: float = 0.5  # (own) share of the solution's n-grams that may stand in the early part
-    quoted_words: int = 8  # (own) words of an n-gram; a shorter solution is not looked for
+    quoted: float = 0.4  # (own) share of the solution's n-grams that may stand in the early part
+    quoted_words: int = 5  # (own) words of an n-gram; a shorter solution is not looked for
 
     def __post_init__(self):
         for kind, patterns in self.phrases.items():
@@ -78,7 +81,8 @@ def leaks_in(reasoning: str, question: str, solution: str, answer: str, config: 
     number = None if value is None or value in values_in(question) else value
     if number is not None:
         found += _number_leaks(reasoning, number, config.early)
-    elif value is None and LEAST <= len(answer) <= 80 and answer.casefold() not in question.casefold():
+    answer = unboxed(answer)
+    if value is None and LEAST <= len(answer) <= 80 and answer.casefold() not in question.casefold():
         place = reasoning.casefold().find(answer.casefold())
         if 0 <= place < config.early * len(reasoning):
             found.append(Leak("announced", reasoning[max(0, place - 40) : place + len(answer) + 20]))
@@ -90,10 +94,11 @@ def leaks_in(reasoning: str, question: str, solution: str, answer: str, config: 
 
 # ------------------------------------------------------------------ numbers
 def value_of(text: str) -> float | None:
-    """The number that a final answer is, units and currency aside; None when it is none, or several."""
-    found = values_in(re.sub(r"\\boxed|[{}$\\]", " ", text))
-    words = re.findall(r"[^\W\d_]+", text.replace("\\boxed", ""))
-    return found[0] if len(found) == 1 and len(words) <= 3 else None
+    """The number that a final answer is, a unit of a few words and currency aside; None when it is anything else."""
+    plain = re.sub(r"\\text\s*|\\[$%!,]|[{}$]", " ", unboxed(text.strip()).replace("{,}", ","))
+    found, words = values_in(plain), re.findall(r"[^\W\d_]+", plain)
+    unit = len(words) <= 3 and all(len(word) > 1 and word not in NO_UNIT for word in words)  # 5x and 5 pi are not 5
+    return found[0] if len(found) == 1 and unit and not re.search(r"[\\^+*/=()]", plain) else None
 
 
 def values_in(text: str) -> list[float]:

@@ -175,9 +175,24 @@ def conclusion(text: str) -> str:
     else all of it when it is one line, else its last line."""
     said = final_answer(text)
     if (start := said.rfind("\\boxed{")) >= 0:
-        return said[start:].partition("\n")[0]
+        return said[start : _closing(said, start)]
     if marked := re.findall(r"^####\s*(\S.*)$", said, re.MULTILINE):
         return marked[-1].strip()
     if lines := CONCLUSION.findall(said):
         return lines[-1].strip()
     return said.strip().rpartition("\n")[2].strip()
+
+
+def unboxed(text: str) -> str:
+    r"""What a lone \boxed{} holds; any other text as it is."""
+    return text[len("\\boxed{") : -1] if text.startswith("\\boxed{") and text.endswith("}") else text
+
+
+def _closing(text: str, start: int) -> int:
+    """Behind the brace that closes the first one after `start`; the end of the text when none does."""
+    depth = 0
+    for place in range(text.index("{", start), len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return place + 1
+    return len(text)
