@@ -21,6 +21,12 @@ setup(
         "gguf>=0.19",
         "httpx>=0.28,<1",
         "math-verify[antlr4_9_3]>=0.9,<1",  # Hydra needs this release of antlr too
+        "text2num>=3.1,<4",  # numbers in words, where answers are compared
+        "python-dateutil>=2.9",  # dates likewise
+        "jsonschema>=4.23",  # arguments of tool calls
+        "mwparserfromhell>=0.7,<1",  # wikitext
+        "tantivy>=0.26,<1",  # the search index
+        "jinja2",  # the script for Slurm
         "hydra-core>=1.3.2,<1.4",
         "wandb>=0.31",
         "nvidia-dali-cuda130>=2.4,<3",  # its CPU pipelines need no GPU
@@ -33,6 +39,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core-cu13]>=2.19,<2.21", "flash-attn>=2.8,<3"],
-        "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100"],
+        "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100",
+                "bm25s>=0.3", "rank_bm25>=0.2.2"],
     },
 )

@@ -1,0 +1,113 @@
+"""What the tests on a real local Slurm share: the words of a tiny fine-tuning, a site file, waiting for jobs."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.data.data_tokenizers import chat, tiny
+from tools.local_slurm import LocalSlurm
+
+TINY = ["model=tiny", "model.vocab_size=400", "model.hidden_size=32", "model.head_dim=8", "model.ffn_hidden_size=64"]
+SITE = """
+partition: batch
+rendezvous: address
+environment: {OMP_NUM_THREADS: 1, WANDB_MODE: offline, GLOO_SOCKET_IFNAME: lo, HF_HUB_OFFLINE: 1}
+"""
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
+
+
+class Cluster:
+    """A local Slurm, a folder with rows, a tokenizer and a site file, and the commands of a user."""
+
+    def __init__(self, slurm: LocalSlurm, folder: Path):
+        self.slurm, self.folder, self.site = slurm, folder, folder / "site.yaml"
+        self.site.write_text(SITE)
+        tiny().save_pretrained(folder / "tokenizer")
+        draw, some = random.Random(5), ["some", "words", "of", "a", "question", "and", "an", "answer", "long", "short"]
+        with (folder / "rows.jsonl").open("w") as file:
+            for _ in range(80):
+                question, answer = (" ".join(draw.choices(some, k=draw.randint(1, 12))) for _ in range(2))
+                file.write(json.dumps(chat(question, answer)) + "\n")
+
+    def words(self, name: str, *more: str, nodes: int = 2, ranks: int = 2) -> list[str]:
+        data = [f"data.sources.a.path={self.folder}/rows.jsonl", f"data.tokenizer={self.folder}/tokenizer"]
+        sizes = ["context=2k", "seq_len=128", "global_batch_size=4", "num_steps=10", "checkpoint.every=5"]
+        rest = ["optimizer.lr=1e-2", "optimizer.warmup_steps=3", "data.workers=0", "data.loader_workers=0", "log.wandb=off"]
+        slurm = ["launch=slurm", f"launch.slurm.nodes={nodes}", f"launch.slurm.ranks_per_node={ranks}"]
+        where = [f"launch.slurm.site={self.site}", f"runs_dir={self.folder}/runs", f"name={name}"]
+        return [*TINY, "parallel=cpu4", "data=files", *data, f"data.cache_dir={self.folder}/cache", *sizes, *rest, *slurm,
+                *where, *more]  # fmt: skip
+
+    def run(self, *words: str, code: int = 0) -> str:
+        """What `python -m megatron_nb.sft WORDS` prints, both streams; it must end with `code`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_nb.sft", *words], env=self.slurm.env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, name: str, *more: str, **sizes: int) -> str:
+        """The id of the submitted job."""
+        said = self.run(*self.words(name, *more, **sizes))
+        return said.rpartition("\njob ")[2].partition(":")[0]
+
+    def slurm_says(self, *command: str) -> str:
+        return subprocess.run(command, env=self.slurm.env, capture_output=True, text=True, check=True).stdout
+
+    def state(self, job_id: str) -> str:
+        return self.slurm_says("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
+
+    def until(self, what: str, true, seconds: float = 240) -> None:
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, f"{what} did not come to pass in {seconds:g} s\n{self.logs()}"
+            time.sleep(0.2)
+
+    def ended(self, job_id: str, state: str = "COMPLETED", seconds: float = 240) -> None:
+        """Wait for the job's end, which must be `state`."""
+        self.until(f"the end of job {job_id}", lambda: self.state(job_id) in ENDED, seconds)
+        assert self.state(job_id) == state, self.logs()
+
+    def steps(self, name: str) -> int:
+        """Lines of metrics that the run has written."""
+        path = self.folder / "runs" / name / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def losses(self, name: str) -> list[float]:
+        rows = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        return [row["loss"] for row in rows if "loss" in row]
+
+    def ranks(self, name: str) -> list[int]:
+        """Process ids of the ranks of a run."""
+        told = subprocess.run(["pgrep", "-f", f"[m]egatron_nb.sft --config-dir {self.folder}/runs/{name}/slurm"],
+                              capture_output=True, text=True)  # fmt: skip
+        pids = [int(pid) for pid in told.stdout.split()]
+        return [pid for pid in pids if "\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_text()]
+
+    def logs(self) -> str:
+        paths = sorted(self.folder.glob("runs/*/slurm/*.log"))
+        queue = subprocess.run(["squeue", "-t", "all"], env=self.slurm.env, capture_output=True, text=True).stdout
+        return queue + "".join(f"\n{path}:\n{path.read_text()[-3000:]}" for path in paths)
+
+
+def local_slurm(folder: Path, port: int) -> LocalSlurm:
+    """Four nodes with two pretend GPUs each, up."""
+    slurm = LocalSlurm(folder)
+    slurm.up(nodes=4, gpus=2, cpus=8, memory_mb=4000, grace_s=20, port=port)
+    return slurm
+
+
+def why_not() -> str | None:
+    """Why there can be no local Slurm here."""
+    from tools.local_slurm import check_host
+
+    try:
+        check_host()
+    except RuntimeError as error:
+        return str(error)
+    return None if shutil.which("pgrep") and os.geteuid() == 0 else "needs pgrep"
