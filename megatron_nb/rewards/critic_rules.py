@@ -19,6 +19,7 @@ from functools import lru_cache
 from jsonschema import Draft202012Validator
 
 from megatron_nb.rewards.answer_search import answer_of, matches
+from megatron_nb.rewards.critic_claims import untrue
 from megatron_nb.rewards.critic_memory import (
     HIT,
     Memory,
@@ -26,10 +27,8 @@ from megatron_nb.rewards.critic_memory import (
     is_empty,
     is_error,
     plain,
-    sentences,
     subject,
     told,
-    words,
 )
 from megatron_nb.rewards.critic_steps import Step, Task, Verdict
 from megatron_nb.rollout.calls import Call
@@ -37,23 +36,6 @@ from megatron_nb.rollout.calls import Call
 NOVEL = 0.2  # (own) share of new phrases from which on a result tells something
 LONGEST_QUERY = 300  # (own) characters
 NOT_A_QUERY = re.compile(r"\s*[\[{<]|https?://|\bdef \w+\(|\bimport \w+")
-ABSENT = re.compile(  # what is said to be missing from the last results
-    r"(?:does not|doesn't|did not|didn't|do not|don't|never|nowhere|fails? to|without|lacks?)\s+"
-    r"(?:\w+\s+)?(?:mention\w*|say\w*|name\w*|contain\w*|list\w*|give\w*|tell\w*|stat\w+|speak\w*|includ\w*|refer\w*|any|a|the)\s+"
-    r"([^.;:!?\n]{3,90})", re.IGNORECASE,
-)  # fmt: skip
-NO_HITS = re.compile(
-    r"\b(?:(?:found|returned|gave|shows?|brought|yielded|turned up|came (?:back|up) with) (?:me )?"
-    r"(?:nothing|no (?:results?|hits?|matches))"
-    r"|no (?:results?|hits?|matches)|nothing (?:was |is |has been |came |turned )?(?:found|returned|up|back|came)"
-    r"|(?:was|were|came back|is|are) empty|empty[- ]handed)\b", re.IGNORECASE,
-)  # fmt: skip
-CITES = re.compile(
-    r"\b(?:(?:page|result|article|text|snippet|passage|entry|evidence|source)s? (?:on [^.]{1,40} )?(?:\w+ )?"
-    r"(?:say|state|mention|show|tell|read|report|note|give|describe|confirm|name|list)\w*|according to)\b", re.IGNORECASE,
-)  # fmt: skip
-NAMES = re.compile(r"\b(?:[A-Z][\w'’-]+(?:\s+(?:(?:of|the|de|la|and|von|van)\s+)?[A-Z][\w'’-]+)*|\d{3,})")
-QUOTE = re.compile(r"[\"“]([^\"“”\n]{8,300})[\"”]")
 SHORT_ANSWERS = frozenset(("yes", "no", "true", "false"))  # they need not stand anywhere
 
 
@@ -167,30 +149,9 @@ def _illogical(task: Task, step: Step, memory: Memory) -> str:
         if (earlier := memory.repeats(call)) is not None:
             return f"{told(call)} asks again what turn {earlier + 1} was answered"
     return (
-        _untrue(said, memory) or _other_than_said(said, step) or _groundless(said, step, memory)
+        untrue(step, memory) or _other_than_said(said, step) or _groundless(said, step, memory)
         or _passed_over(task, step, memory)
     )  # fmt: skip
-
-
-def _untrue(said: str, memory: Memory) -> str:
-    """What the turn says of results and is not so."""
-    last = "\n".join(memory.last)
-    full = bool(memory.last) and not all(is_empty(result) or is_error(result) for result in memory.last)
-    if full and (claim := NO_HITS.search(said)):
-        return f"says {claim[0]!r}, but the last call had results"
-    for claim in ABSENT.finditer(said) if full else ():
-        missing = content_words(claim[1])
-        if len(missing) > 1 and any(missing <= content_words(sentence) for sentence in sentences(last)):
-            return f"says that {claim[1].strip()!r} is missing, but the last result has it"
-    for quote in QUOTE.findall(said):
-        if len(words(quote)) >= 4 and not memory.has(quote) and not any(plain(quote) in plain(one) for one in memory.last):
-            return f"cites {quote[:80]!r}, which stands nowhere"
-    for sentence in sentences(said):
-        if memory.texts and (at := CITES.search(sentence)):
-            for name in NAMES.findall(sentence[at.start() :]):
-                if not memory.has(name) and words(name)[0] not in memory.words:
-                    return f"says of the evidence {sentence[:100]!r}, but {name!r} stands nowhere in it"
-    return ""
 
 
 def _other_than_said(said: str, step: Step) -> str:
