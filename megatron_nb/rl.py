@@ -21,7 +21,7 @@ import numpy as np
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import open_run
+from megatron_nb.launch import elsewhere, open_run
 from megatron_nb.model.gpt import build
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import Topology
@@ -204,8 +204,7 @@ def find_tools(config: AgentConfig) -> None:
 def main(config: RlConfig) -> None:
     """Run the stage, or describe it."""
     report = describe_job(config)
-    if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+    if elsewhere(config, "rl", "megatron_nb.rl", report):
         return
     for reward in filter(None, (config.reward, config.heldout_reward)):
         find_models(reward)

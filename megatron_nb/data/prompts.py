@@ -108,7 +108,8 @@ def open_prompts(
         raise ValueError("prompts.sources is empty: sampling needs prompts; set prompts.sources.NAME.path=FILE")
 
     def short(rows: list[tuple[Conversation, dict[str, Any]]]) -> list[Prompt]:
-        said, data = [with_tools(conversation, tools, told) for conversation, _ in rows], [data for _, data in rows]
+        said = [with_tools(conversation, tools, told) for conversation, _ in rows]
+        data = [data | ({"tools": tools} if told else {}) for _, data in rows]  # a critic wants to know them
         return filter_prompts(said, tokenizer, config.max_tokens, config.keep_all_think, data, config.bad_rows == "skip")[0]
 
     training, apart = [], []

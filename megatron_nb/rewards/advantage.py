@@ -76,6 +76,8 @@ class CreditConfig:
             ("states", self.states in ("history", "observation"), "history or observation"),
             ("advantage", self.turn_credit != "unbiased" or self.advantage == "rloo",
              "rloo with turn_credit=unbiased: a spread or a mean that holds the rollout itself would bias it"),
+            ("mask_truncated", not self.mask_truncated or self.turn_credit != "unbiased",
+             "false with turn_credit=unbiased: leaving rollouts out by how they ended would bias it"),
         )  # fmt: skip
         for name, holds, rule in rules:
             if not holds:

@@ -75,7 +75,7 @@ class Critic:
         steps = steps_of_rows(rows, self.tokenizer, self.wire)
         if not steps:
             return Score(None, reason="the episode has no turn to judge")
-        task = Task.of(question_of(prompt), prompt.conversation.tools, prompt.data)
+        task = Task.of(question_of(prompt), prompt.conversation.tools or prompt.data.get("tools"), prompt.data)
         verdicts = await judge_turns(task, steps, self.config, self._model)
         if failed := next((one for one in verdicts if isinstance(one, RequestFailed)), None):
             raise failed

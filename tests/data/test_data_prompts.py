@@ -1,9 +1,11 @@
 """Prompts: filtered by what the model is really shown."""
 
+import json
+
 import pytest
 
 from megatron_nb.data.formats import parse
-from megatron_nb.data.prompts import filter_prompts
+from megatron_nb.data.prompts import PromptConfig, PromptSource, filter_prompts, open_prompts
 from megatron_nb.data.split import held_out
 from tests.data.data_tokenizers import tiny
 
@@ -27,6 +29,22 @@ def test_template_tools_and_header_are_counted():
     (prompt,), _ = filter_prompts(PROMPTS[:1], tiny(), 1000)
     text = tiny().decode(prompt.ids)
     assert "look_up" in text and text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("told", ["", "Tools: search."])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_an_agents_tools_stand_in_every_prompt_by_the_template_or_in_the_system_message(tmp_path, told, system):
+    row = {"question": "Who?", "answer": "she", "tools": [{"name": "look_up"}]} | ({"system": system} if system else {})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    config = PromptConfig({"a": PromptSource(str(tmp_path / "rows.jsonl"))})
+    (prompt,) = open_prompts(config, tiny(), 0, tools, told).training
+    text = tiny().decode(prompt.ids)
+    assert "look_up" not in text and (system or "") in text and text.count("<|im_start|>system") == 1
+    if told:
+        assert told in text and "<tools>" not in text and prompt.data["tools"] == tools and prompt.conversation.tools is None
+    else:
+        assert '"name": "search"' in text and prompt.conversation.tools == tools
 
 
 def test_no_prompt_left_is_an_error():

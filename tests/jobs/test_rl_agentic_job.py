@@ -36,8 +36,9 @@ def call(name, **arguments):
 
 
 GOING_ON = [
-    call("search", query="builder of Amber Bridge"), call("open_page", title="Amber Bridge"), call("open_page", title="Ida Holm"),
-    call("open_page", title="Nowhere"), call("search", question="?"), "<tool_call>\n{broken\n</tool_call>",
+    call("search", query="builder of Amber Bridge"), call("open_page", title="Amber Bridge"),
+    call("open_page", title="Ida Holm"), call("open_page", title="Nowhere"), call("search", question="?"),
+    "<tool_call>\n{broken\n</tool_call>",
     call("search", query="Tarn") + "\n" + call("open_page", title="Lune"),
 ]  # fmt: skip
 ENDING = ["Answer: Tarn", "Answer: Lune", None]  # None: the model samples
@@ -72,7 +73,7 @@ def words(tmp_path_factory) -> list[str]:
 
 
 def _rl(words: list[str], die_at: int = 0, broken_at: int = 0) -> int:
-    """`python -m megatron_nb.rl WORDS`; killed at a turn, or with a search that breaks at a call. How many turns were asked for."""
+    """`python -m megatron_nb.rl WORDS`; killed at a turn, or with a search that breaks at a call. How many turns it took."""
     import torch.distributed as dist
 
     from megatron_nb import rl
@@ -92,7 +93,7 @@ def _rl(words: list[str], die_at: int = 0, broken_at: int = 0) -> int:
         if (text := said(request.request_id, request.seed)) is None:
             return await own(engine, request)
         ids = [*tokenizer(text, add_special_tokens=False).input_ids, end]
-        return Completion(ids, [-1.0] * len(ids), [engine.version] * len(ids), Stop.EOS)
+        return Completion(ids, [-math.log(400)] * len(ids), [engine.version] * len(ids), Stop.EOS)
 
     async def searched(place, query, k):
         calls[1] += 1

@@ -151,6 +151,7 @@ def test_statistics_count_flat_groups_lengths_and_parts():
         (dict(reduction="constant"), "credit.max_tokens=None must be above 0"),
         (dict(turn_weight=0.3), "credit.turn_weight=0.3 must be 0 without"),
         (dict(turn_credit="unbiased"), "must be rloo with turn_credit=unbiased"),
+        (dict(turn_credit="unbiased", advantage="rloo", mask_truncated=True), "credit.mask_truncated=True must be false"),
         (dict(turn_credit="recipe", turn_weight=math.nan), "credit.turn_weight=nan must be a finite number"),
         (dict(turn_credit="gigpo", states="page"), "credit.states='page' must be history or observation"),
         (dict(turn_credit="gigpo", discount=1.5), "credit.discount=1.5 must be in 0..1"),
