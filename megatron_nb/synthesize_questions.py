@@ -12,13 +12,14 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_nb.config import flatten, job, to_yaml
-from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.config import flatten, job
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.run import Run
 from megatron_nb.search.backend import LocalSearch
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.synthesis.ledger import Ledger
+from megatron_nb.synthesis.question_quotes import Quotes
 from megatron_nb.synthesis.question_report import write_questions
 from megatron_nb.synthesis.question_solver import Solver, SolverConfig
 from megatron_nb.synthesis.question_verify import MAX_CHARACTERS, MAX_CLUES
@@ -42,6 +43,7 @@ class QuestionsConfig:
     train: int = 1000  # questions to train on
     heldout: int = 100  # questions held out; no training question has the answer of one
     apart: Literal["path", "answer"] = "path"  # path: nor a page of its path; answer: nor the page of its answer
+    same_links: float = 0.5  # (own) share of its links that a question may have in common with an earlier one
     walk: WalkConfig = field(default_factory=WalkConfig)
     writer: WriterConfig = field(default_factory=WriterConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
@@ -53,6 +55,8 @@ class QuestionsConfig:
         for name, least in (("train", 0), ("heldout", 0), ("seed", 0), ("concurrency", 1), ("attempts", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if not 0 <= self.same_links <= 1:
+            raise ValueError(f"same_links={self.same_links} must be in [0, 1]")
         if self.train + self.heldout == 0:
             raise ValueError("train=0 and heldout=0: at least one question must be wanted")
 
@@ -79,7 +83,7 @@ def describe_job(config: QuestionsConfig, corpus: Corpus) -> str:
         f"walks        {walk.min_steps} to {walk.max_steps} links over {len(walker.targets):,} that stand in sentences",
         f"questions    train {config.train}, heldout {config.heldout}, apart by {config.apart}; "
         f"at most {config.attempts} walks for each",
-        f"writer       {f'{writer.base_url} {writer.model}' if writer else 'templates'}",
+        f"writer       {f'{writer.base_url} {writer.model}' if writer else f'templates, {config.writer.form}'}",
         f"checks       {checks}",
     ])  # fmt: skip
 
@@ -95,7 +99,9 @@ def heads_told(walk: WalkConfig, walker: Walker) -> str:
 
 def synthesize(run: Run, config: QuestionsConfig, corpus: Corpus) -> Kept:
     """Write RUN/questions/ and the summary; what an earlier attempt of the job has finished is taken over."""
-    writer = EndpointWriter(config.writer, MAX_CHARACTERS, MAX_CLUES) if config.writer.endpoint else Templates()
+    writer = Quotes() if config.writer.form == "quotes" else Templates()
+    if config.writer.endpoint:
+        writer = EndpointWriter(config.writer, MAX_CHARACTERS, MAX_CLUES)
     ledger = Ledger(run.folder / "synthesis", ledger_name(config, corpus.facts["fingerprint"]), 0)
     source = str(corpus.facts["source"]).rstrip("/").rpartition("/")[2]
 
@@ -107,7 +113,9 @@ def synthesize(run: Run, config: QuestionsConfig, corpus: Corpus) -> Kept:
             solver = Solver(config.solver, Toolbox(tools, search=own), config.seed)
         maker = Maker(corpus, writer, solver, config.walk.min_steps, config.seed, source)
         counts = {"train": config.train, "heldout": config.heldout}
-        return await make_all(counts, config.apart, config.walk, maker, ledger, config.concurrency, config.attempts)
+        return await make_all(
+            counts, config.apart, config.same_links, config.walk, maker, ledger, config.concurrency, config.attempts
+        )
 
     try:
         kept = asyncio.run(make())
@@ -139,8 +147,7 @@ def main(config: QuestionsConfig) -> None:
     """Run the stage, or describe it."""
     corpus = Corpus.open(config.corpus)
     report = describe_job(config, corpus)
-    if config.launch.dry_run:
-        print(f"{to_yaml(config)}\n{report}")
+    if elsewhere(config, "synthesize_questions", "megatron_nb.synthesize_questions", report):
         return
     with open_run(config, "synthesize_questions") as run:
         log.info("%s\n%s", run.folder, report)

@@ -4,7 +4,16 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from megatron_nb import reward_model, rl, sft, synthesize_complexity, synthesize_preferences, synthesize_trajectories
+from megatron_nb import (
+    refine_solutions,
+    reward_model,
+    rl,
+    sft,
+    synthesize_complexity,
+    synthesize_preferences,
+    synthesize_questions,
+    synthesize_trajectories,
+)
 from megatron_nb.config import STAGES, build, compose, flatten, to_yaml
 from megatron_nb.data.mixture import check_weights
 from megatron_nb.model.shape import ModelConfig
@@ -12,6 +21,7 @@ from megatron_nb.model.shape import ModelConfig
 SCHEMAS = (
     sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize_preferences.PreferencesConfig,
     synthesize_complexity.ComplexityConfig, synthesize_trajectories.TrajectoriesConfig,
+    refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig,
 )  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))

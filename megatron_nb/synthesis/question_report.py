@@ -15,6 +15,7 @@ from megatron_nb.synthesis.questions import PARTS, Kept
 RULES = {  # rule -> what it says of a walk or a question that was dropped
     "walk_too_short": "the walk came to a page that leads nowhere new",
     "head_says_too_little": "the first page does not say what it is, or tells nothing else",
+    "named": "a quote says a name of the chain, or the answer",
     "head_not_found": "searching for the first page's clues does not find it",
     "no_evidence": "a page does not name the next one in a sentence of its text",
     "ambiguous_hop": "a clue fits several of the pages that a page links to, or says nothing",

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_nb.client import Client, ClientConfig
 from megatron_nb.data.preferences import final_answer
@@ -50,11 +50,14 @@ class WriterConfig:
     """Who writes the questions."""
 
     endpoint: ClientConfig | None = None  # an instruct model; None: templates
+    form: Literal["described", "quotes"] = "described"  # quotes: short verbatim quotes with gaps, by templates alone
     temperature: float = 0.7
     max_tokens: int = 4096  # of a reply, thinking included
     tries: int = 3  # replies for one chain; each is told what was wrong with the one before
 
     def __post_init__(self):
+        if self.endpoint and self.form == "quotes":
+            raise ValueError("form=quotes is written by templates: leave endpoint out")
         if self.tries < 1 or self.max_tokens < 1:
             raise ValueError(f"tries={self.tries} and max_tokens={self.max_tokens} must be at least 1")
 

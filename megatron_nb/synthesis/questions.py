@@ -1,7 +1,7 @@
 """Multi-hop questions from walks: attempt by attempt until enough are kept, in an order that a kill and a resume do not change.
 
-An attempt is a walk; it ends as a row or with the rule that dropped it, and either way in the ledger. Attempts are made many at
-once, but taken in their order: what duplicates an earlier question is dropped, never the earlier one. The held-out part comes
+An attempt is a walk; it ends as a row or with the rule that dropped it, and the ledger remembers which. Attempts are made many
+at once, but taken in order: what duplicates an earlier question is dropped, never the earlier one. The held-out part comes
 first; the training part then walks over what it has left.
 """
 
@@ -23,15 +23,15 @@ from megatron_nb.rollout.agent import seed_of
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.synthesis.ledger import Ledger, Progress
 from megatron_nb.synthesis.question_chain import Draft, Pages, Unusable, draft
+from megatron_nb.synthesis.question_quotes import Quotes, quotes
 from megatron_nb.synthesis.question_solver import CHECKS, NOT_CHECKED, Solver
 from megatron_nb.synthesis.question_verify import verify_chain
-from megatron_nb.synthesis.question_writer import Writer
+from megatron_nb.synthesis.question_writer import EndpointWriter, Writer
 from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
 
 log = logging.getLogger(__name__)
 PARTS = ("heldout", "train")  # in the order in which they are made
 CHUNK = 256  # walks drawn at once; attempt n is walk n % CHUNK of chunk n // CHUNK
-SAME_LINKS = 0.5  # share of its links that a question may have in common with an earlier one
 LOST = 3  # times the concurrency: attempts in a row without an answer of the model, before the job stops
 
 
@@ -41,17 +41,21 @@ class Maker:
     def __init__(self, corpus: Corpus, writer: Writer, solver: Solver | None, min_hops: int, seed: int, source: str):
         self.corpus, self.writer, self.solver = corpus, writer, solver
         self.pages, self.min_hops, self.seed, self.source = Pages(corpus), min_hops, seed, source
+        self.drafting = quotes if isinstance(writer, Quotes) else draft
+        self.asks_models = solver is not None or isinstance(writer, EndpointWriter)
 
-    async def attempt(self, name: str, titles: list[str], head_date: str | None) -> dict[str, Any]:
-        """{"row": ...} or {"dropped": rule}. OSError when a model was not reached."""
+    def chain(self, name: str, titles: list[str]) -> Draft | dict[str, Any]:
+        """The chain of a walk, or {"dropped": rule}."""
         if len(titles) <= self.min_hops:
             return {"dropped": "walk_too_short"}
-        rng = random.Random(seed_of(self.seed, name))
         try:
-            chain = draft(self.pages, titles, self.min_hops, rng)
+            return self.drafting(self.pages, titles, self.min_hops, random.Random(seed_of(self.seed, name)))
         except Unusable as rule:
             return {"dropped": str(rule)}
-        wrong: list[tuple[str, str]] = []
+
+    async def question(self, name: str, chain: Draft, head_date: str | None) -> dict[str, Any]:
+        """{"row": ...} or {"dropped": rule}. OSError when a model was not reached."""
+        rng, wrong = random.Random(seed_of(self.seed, f"{name}/question")), []
         for _ in range(self.writer.tries):
             question, clues = await self.writer.write(chain, rng, wrong)
             row = row_of(chain, question, clues, head_date, self.source)
@@ -85,6 +89,7 @@ def row_of(chain: Draft, question: str, clues: list[str], head_date: str | None,
 class Kept:
     """The questions so far, and what a further one may not repeat."""
 
+    same_links: float = 0.5  # share of its links that a question may have in common with an earlier one
     rows: list[dict[str, Any]] = field(default_factory=list)
     dropped: dict[str, Counter] = field(default_factory=lambda: {part: Counter() for part in PARTS})
     attempts: Counter = field(default_factory=Counter)
@@ -105,7 +110,7 @@ class Kept:
         if (last, answer) in self._asked:
             return "duplicate_answer"
         shared = Counter(number for link in _links(row) for number in self._links.get(link, ()))
-        if shared and max(shared.values()) > SAME_LINKS * row["hops"]:
+        if shared and max(shared.values()) > self.same_links * row["hops"]:
             return "duplicate_path"
         return None
 
@@ -158,44 +163,66 @@ async def _outcomes(
     part: str, walker: Walker, maker: Maker, ledger: Ledger, concurrency: int, attempts: int
 ) -> AsyncIterator[dict[str, Any] | OSError]:  # fmt: skip
     """What became of attempt 0, 1, 2, ...; up to `concurrency` of them are under way."""
-    walks: tuple[int, np.ndarray, np.ndarray] = (-1, np.zeros(0), np.zeros(0))
-
-    async def outcome(number: int) -> dict[str, Any] | OSError:
-        nonlocal walks
-        name = f"{part}/{number}"
-        if name in ledger:
-            return ledger[name]
-        if walks[0] != number // CHUNK:
-            walks = (number // CHUNK, *walker.draw(CHUNK, [maker.seed, PARTS.index(part), number // CHUNK]))
-        walk = walks[1][number % CHUNK, : walks[2][number % CHUNK] + 1]
-        titles = [walker.graph.titles[page] for page in walk]
-        try:
-            ledger[name] = await maker.attempt(name, titles, day_of(float(walker.graph.date[walk[0]])))
-        except OSError as error:
-            log.warning("%s: %s", name, error)
-            return error
-        return ledger[name]
-
+    made = Attempts(part, walker, maker, ledger)
     waiting: deque[asyncio.Task] = deque()
     numbers = iter(range(attempts))
     try:
-        while True:
-            while len(waiting) < concurrency and (number := next(numbers, None)) is not None:
-                waiting.append(asyncio.create_task(outcome(number)))
-            if not waiting:
-                return
+        for number in range(attempts):
+            while len(waiting) < concurrency and (following := next(numbers, None)) is not None:
+                waiting.append(asyncio.create_task(made.outcome(following)))
             yield await waiting.popleft()
+            if number % CHUNK == CHUNK - 1:
+                made.finished(number // CHUNK)
     finally:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+class Attempts:
+    """The attempts of a part, remembered: one by one where a model was asked, else by chunks, for a sync each would be slow."""
+
+    def __init__(self, part: str, walker: Walker, maker: Maker, ledger: Ledger):
+        self.part, self.walker, self.maker, self.ledger = part, walker, maker, ledger
+        self._walks: tuple[int, np.ndarray, np.ndarray] = (-1, np.zeros(0), np.zeros(0))
+        self._cheap: dict[int, dict[str, dict[str, Any]]] = {}  # chunk -> attempt -> outcome
+
+    async def outcome(self, number: int) -> dict[str, Any] | OSError:
+        """Of one attempt; an OSError where a model was not reached."""
+        name, chunk = f"{self.part}/{number}", number // CHUNK
+        if name in self.ledger:
+            return self.ledger[name]
+        if (known := f"{self.part}/chunk-{chunk}") in self.ledger and str(number) in self.ledger[known]:
+            return self.ledger[known][str(number)]
+        if self._walks[0] != chunk:
+            self._walks = (chunk, *self.walker.draw(CHUNK, [self.maker.seed, PARTS.index(self.part), chunk]))
+        walk = self._walks[1][number % CHUNK, : self._walks[2][number % CHUNK] + 1]
+        graph = self.walker.graph
+        result = self.maker.chain(name, [graph.titles[page] for page in walk])
+        if isinstance(result, Draft):
+            try:
+                result = await self.maker.question(name, result, day_of(float(graph.date[walk[0]])))
+            except OSError as error:
+                log.warning("%s: %s", name, error)
+                return error
+            if self.maker.asks_models:
+                self.ledger[name] = result
+                return result
+        self._cheap.setdefault(chunk, {})[str(number)] = result
+        return result
+
+    def finished(self, chunk: int) -> None:
+        """Every attempt of the chunk is done."""
+        if cheap := self._cheap.pop(chunk, None):
+            self.ledger[f"{self.part}/chunk-{chunk}"] = cheap
+
+
 async def make_all(
-    counts: dict[str, int], apart: str, walk: WalkConfig, maker: Maker, ledger: Ledger, concurrency: int, attempts: int
+    counts: dict[str, int], apart: str, same_links: float, walk: WalkConfig, maker: Maker, ledger: Ledger, concurrency: int,
+    attempts: int,
 ) -> Kept:  # fmt: skip
     """All parts. apart: "path": no page of a held-out path is on a training path; "answer": no page with a held-out answer."""
-    kept, graph = Kept(), maker.corpus.graph
+    kept, graph = Kept(same_links), maker.corpus.graph
     for part in PARTS:
         if not counts[part]:
             continue
