@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,10 @@ class Corpus:
     def hit(self, page: int, score: float, query: str) -> Hit:
         title, text = self._pages.by_id(page)
         return Hit(title, snippet_of(text, query), score)
+
+    def texts(self, first: int = 0) -> Iterator[tuple[int, str, str]]:
+        """(id, title, text) of all pages from id `first` on."""
+        return self._pages.texts(first)
 
     @cached_property
     def graph(self) -> Graph:

@@ -12,11 +12,16 @@ from megatron_nb.search import sentences
 
 HEAP = 256 << 20  # bytes of the writer
 COMMIT = 100_000  # pages between commits: what a kill loses
-TITLE_WEIGHT = 2.0
+TITLE_WEIGHT = 0.3  # measured: more finds a page by its name and loses the one that answers a question (README)
 WORDS = 64  # of a query; the rest is left out
 SNIPPET = 300  # characters
 SEEN = 50_000  # characters of a page in which its snippet is looked for
 WORD = re.compile(r"\w+")
+STOP = frozenset(  # left out of queries that hold other words: twice the speed, and no loss
+    ("a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "has", "have", "how", "in", "is", "it")
+    + ("its", "many", "much", "of", "on", "or", "that", "the", "their", "they", "this", "to", "was", "were", "what", "when")
+    + ("where", "which", "who", "whom", "whose", "why", "will", "with")
+)
 
 
 class Index:
@@ -32,6 +37,7 @@ class Index:
     def search(self, query: str, k: int) -> list[tuple[int, float]]:
         """(page id, score), best first; [] for a query without a word."""
         words = [word for word in WORD.findall(query.lower()) if len(word) <= 40][:WORDS]
+        words = [word for word in words if word not in STOP] or words
         if not words or k < 1:
             return []
         # Lower-case words hold none of the query language's signs or operators.
