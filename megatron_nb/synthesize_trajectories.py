@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_nb.client import ClientConfig, RequestFailed
-from megatron_nb.config import job, to_yaml
+from megatron_nb.config import job
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.rewards.critic import CriticConfig, judge_turns, model_critic
 from megatron_nb.rewards.critic_steps import CRITERIA, Task, Verdict, steps_of
 from megatron_nb.rollout.toolbox import Toolbox
@@ -252,8 +252,7 @@ def main(config: TrajectoriesConfig) -> None:
     questions = everything[: config.limit]
     check(config, questions)
     report = describe_job(config, questions)
-    if config.launch.dry_run:
-        print(f"{to_yaml(config)}\n{report}")
+    if elsewhere(config, "synthesize_trajectories", "megatron_nb.synthesize_trajectories", report):
         return
     with open_run(config, "synthesize_trajectories") as run:
         log.info("%s\n%s", run.folder, report)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_nb.client import Client, ClientConfig, RequestFailed
 from megatron_nb.rewards.critic_memory import told
-from megatron_nb.rewards.critic_rules import invalid_calls
+from megatron_nb.rewards.critic_rules import broken_calls, is_invalid
 from megatron_nb.rewards.critic_steps import CRITERIA, Step, Task, Verdict
 from megatron_nb.rewards.text import final_answer
 
@@ -69,8 +69,9 @@ class ModelCritic:
             verdict = await self._client.chat(asked, read_verdict, max_tokens=self._max_tokens, temperature=0.0)
         except RequestFailed as error:
             return error
-        if broken := next(invalid_calls(task, steps[number]), None):
-            return Verdict(verdict.logic, 0, verdict.gain, {**verdict.reasons, "tools": broken}, invalid=True)
+        if broken := next(broken_calls(task, steps[number]), ""):
+            reasons = {**verdict.reasons, "tools": broken}
+            return Verdict(verdict.logic, 0, verdict.gain, reasons, is_invalid(steps[number], broken))
         return verdict
 
 

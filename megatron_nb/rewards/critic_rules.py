@@ -49,21 +49,28 @@ def judge_by_rules(task: Task, steps: Sequence[Step]) -> list[Verdict]:
 
 
 def _verdict(task: Task, step: Step, memory: Memory, last: bool) -> Verdict:
-    invalid = next(invalid_calls(task, step), None)
-    if step.answers and last:
+    broken = next(broken_calls(task, step), "")
+    if step.summary:
+        logic, gain, tools = untrue(step, memory), "" if step.text else "the summary is empty", ""
+    elif step.answers and last:
         logic, gain, tools = _unsupported(task, step, memory), "", ""
     else:
-        tools = invalid or _wrong_call(step, memory)
+        tools = broken or _wrong_call(step, memory)
         gain = _no_gain(task, step, memory)
         logic = _illogical(task, step, memory)
     reasons = {"logic": logic, "tools": tools, "gain": gain}
     return Verdict(int(not logic), int(not tools), int(not gain), {key: why for key, why in reasons.items() if why},
-                   invalid is not None)  # fmt: skip
+                   is_invalid(step, broken))  # fmt: skip
 
 
 # ------------------------------------------------------------------ tools
-def invalid_calls(task: Task, step: Step) -> Iterator[str]:
-    """Why calls of the step are invalid: unreadable, of no tool, or not as the tool's schema says."""
+def is_invalid(step: Step, broken: str) -> bool:
+    """Whether a broken call was refused: a tool may take what its schema does not (a number as text)."""
+    return bool(broken) and (not step.results or any(map(is_error, step.results)))
+
+
+def broken_calls(task: Task, step: Step) -> Iterator[str]:
+    """What is wrong with calls of the step: unreadable, of no tool, or not as the tool's schema says."""
     yield from step.problems
     known = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in task.schemas}
     for call in step.calls:

@@ -6,12 +6,13 @@ Steps come from messages (SFT rows, both wire formats) or from the token ids of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_nb.data import schemas
 from megatron_nb.records import Rollout
 from megatron_nb.rollout.calls import Call, parse, results
+from megatron_nb.rollout.context_policy import REQUEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +29,12 @@ class Step:
     calls: tuple[Call, ...] = ()
     problems: tuple[str, ...] = ()  # of calls that cannot be read
     results: tuple[str, ...] = ()  # in the order of the calls; fewer where the episode ended before
+    summary: bool = False  # it was asked for a summary, with which the context begins anew
 
     @property
     def answers(self) -> bool:
         """Whether it ends the search."""
-        return not self.calls and not self.problems
+        return not (self.calls or self.problems or self.summary)
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,19 @@ def _answers_after(messages: Sequence[dict[str, Any]], number: int, wire: str) -
 def steps_of_rows(rows: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase, wire: str) -> list[Step]:
     """One step for every assistant turn of an episode, over its rows in the order of their segments."""
     found: list[Step] = []
+    summary = False
     for row in rows:
         for turn in row.turns:
             text = tokenizer.decode(row.ids[turn.start : turn.stop])
             if turn.kind == "assistant":
                 read = parse(_without_end(text, tokenizer), wire)
-                found.append(Step(read.thinking, read.answer, tuple(read.calls), tuple(read.problems)))
+                step = Step(read.thinking, read.answer, tuple(read.calls), tuple(read.problems))
+                # what a summary writes as a call is words: it is never made
+                found.append(Step(step.thinking, step.text, summary=True) if summary else step)
             elif turn.kind == "tool" and found:
-                last = found[-1]
-                answers = (*last.results, *results(text, wire))
-                found[-1] = Step(last.thinking, last.text, last.calls, last.problems, answers)
+                said = results(text, wire)
+                summary = said[-1:] == [REQUEST]
+                found[-1] = replace(found[-1], results=(*found[-1].results, *(said[:-1] if summary else said)))
     return found
 
 
