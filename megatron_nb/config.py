@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
-__all__ = ["ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_of_stage", "to_yaml"]
+__all__ = ["ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_in", "schema_of_stage", "to_yaml"]
 
 STAGES = Path(str(files("hydra_conf"))).absolute()  # a job starts from any working directory
 NO_FOLDER = ["hydra.sweep.dir=runs", "hydra.sweep.subdir=.", "hydra.output_subdir=null"]
@@ -110,17 +110,23 @@ def schema_of_stage(known: Collection[str]) -> str:
     """The schema that the stage file of the command line begins with: one of `known`, or the process ends with code 2."""
     words = ["launch.dry_run=true" if word == "--dry-run" else word for word in sys.argv[1:]]
     arguments = get_args_parser().parse_args(words)
-    stages = {}  # stage file -> its schema
-    for folder in _folders(arguments.config_dir):
-        for path in sorted(folder.glob("*.yaml")):
-            first = ((yaml.safe_load(path.read_text()) or {}).get("defaults") or [None])[0]
-            if first in known:
-                stages[path.stem] = first
+    stages = {stage: schema for stage, schema in _schemas(_folders(arguments.config_dir)).items() if schema in known}
     if arguments.config_name not in stages:
         asked = arguments.config_name
         given = f"--config-name={asked} is no stage of this command: give" if asked else "which stage? give --config-name:"
         _stop(ConfigError(f"{given} {', '.join(stages)}"), code=2)
     return stages[arguments.config_name]
+
+
+def schema_in(stage: str) -> str | None:
+    """The schema that a stage file of this project begins with."""
+    return _schemas(_folders(None)).get(stage)
+
+
+def _schemas(folders: list[Path]) -> dict[str, str | None]:
+    """Stage file -> the schema it begins with."""
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    return {path.stem: ((yaml.safe_load(path.read_text()) or {}).get("defaults") or [None])[0] for path in paths}
 
 
 def _from_command_line(main: Callable, schema: type, stage: str | None) -> Any:

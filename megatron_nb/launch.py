@@ -64,7 +64,7 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     ConfigError when Slurm refuses.
     """
     launch, first = config.launch, int(os.environ.get("RANK", "0")) == 0
-    slurm = _slurm_job(config, job, module) if launch.kind == "slurm" else None
+    slurm = slurm_job(config, job, module) if launch.kind == "slurm" else None
     if launch.dry_run:
         script = f"\n\n{slurm.script}, for sbatch:\n{slurm.text()}" if slurm else ""
         print(f"{to_yaml(config)}\n{report}{script}" if first else "", end="")
@@ -79,7 +79,7 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     return False
 
 
-def _slurm_job(config: Any, job: str, module: str) -> Job:
+def slurm_job(config: Any, job: str, module: str) -> Job:
     """The stage as Slurm gets it. Its ranks read the configuration of now, whatever becomes of the stage files."""
     config.name = config.name or derived_name(config, job)
     run = run_folder(config.runs_dir, config.name).absolute()

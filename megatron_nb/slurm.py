@@ -148,7 +148,7 @@ class Job:
         ConfigError when the run has a job already, when there is no sbatch, or when Slurm refuses.
         """
         text = self.text()
-        if shutil.which("sbatch") is None:
+        if not here():
             raise ConfigError("launch=slurm: there is no sbatch on this machine: submit from a login node, or use launch=local")
         if (other := running(self.run)) is not None:
             raise ConfigError(
@@ -177,6 +177,11 @@ def running(run: Path) -> str | None:
     except (OSError, ValueError, KeyError):
         return None
     return job_id if state(job_id) in WAITS else None
+
+
+def here() -> bool:
+    """Whether this machine can talk to a Slurm."""
+    return shutil.which("squeue") is not None
 
 
 def state(job_id: str) -> str | None:

@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from megatron_nb import (
+    cascade,
     refine_solutions,
     reward_model,
     rl,
@@ -21,7 +22,7 @@ from megatron_nb.model.shape import ModelConfig
 SCHEMAS = (
     sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize_preferences.PreferencesConfig,
     synthesize_complexity.ComplexityConfig, synthesize_trajectories.TrajectoriesConfig,
-    refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig,
+    refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig, cascade.CascadeConfig,
 )  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_nb import sft
 from megatron_nb.config import ConfigError, compose
+from megatron_nb.launch import slurm_job
 from megatron_nb.slurm import Job, Site, SlurmConfig
 
 SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.sources.a.path=rows.jsonl", "launch=slurm"]
@@ -72,9 +73,7 @@ def test_what_the_ranks_read_is_the_resolved_configuration_with_a_local_start(tm
     monkeypatch.chdir(tmp_path)
     words = ["launch.slurm.nodes=2", "launch.slurm.ranks_per_node=2", "optimizer.lr=0.5"]
     config = compose(sft.SftConfig, "sft", [*SMALL, *words])
-    from megatron_nb.launch import _slurm_job
-
-    made = _slurm_job(config, "sft", "megatron_nb.sft")
+    made = slurm_job(config, "sft", "megatron_nb.sft")
     (tmp_path / "job.yaml").write_text(made.config_yaml)
     read = compose(sft.SftConfig, "job", folder=tmp_path)
     assert (read.name, read.optimizer.lr, read.launch.kind) == (made.title, 0.5, "local")
@@ -102,7 +101,7 @@ def test_a_job_of_another_size_than_its_layout_is_refused():
         sft.describe_job(config)
 
 
-def test_without_sbatch_a_submission_says_what_to_do(tmp_path, monkeypatch):
+def test_without_slurm_a_submission_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no sbatch on this machine"):
         job(tmp_path).submit()
