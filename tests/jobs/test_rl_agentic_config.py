@@ -36,7 +36,7 @@ def test_a_stage_that_cannot_be_right_is_refused(words, complaint):
     ("words", "complaint"),
     [
         (["~reward.terms.turns"], "no term of the reward gives turn rewards: add reward.terms.turns.kind=critic"),
-        (["engine.native.kv_cache_gb=0.001", "engine.native.block_size=16"], "0.001 holds .* tokens, a row may have 4096: give"),
+        (["engine.native.kv_cache_gb=0.001", "engine.native.block_size=16"], "holds .* tokens, a row may have 4096: give"),
         (["reward.terms.turns.settings.judge=endpoint", "reward.terms.turns.settings.wire=xml"], "reward.terms.turns.settings"),
     ],
 )
