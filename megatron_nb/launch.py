@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.run import Run, run_folder
 from megatron_nb.slurm import Job, SlurmConfig
+from megatron_nb.training.watchdog import Watchdog
 
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
 FREE = ("name", "runs_dir", "num_steps", "launch", "log", "checkpoint", "parallel", "micro_batch_size")
@@ -29,9 +30,14 @@ class LaunchConfig:
     dry_run: bool = False  # print the resolved configuration, what it would need and the script, then stop
     kind: Literal["local", "slurm"] = "local"  # local: here; slurm: as a job of the cluster
     ranks: int | None = None  # local: processes that torchrun starts on this machine; null: this one, or torchrun's own
+    hang_factor: float = 20.0  # no step within so many times the median: write the stacks, leave for a restart; 0: never
+    hang_least_s: float = 1800.0  # but not before
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self):
+        if self.hang_factor < 0 or self.hang_least_s <= 0:
+            told = f"launch.hang_factor={self.hang_factor}, launch.hang_least_s={self.hang_least_s}"
+            raise ValueError(f"{told}: the first must be at least 0, the second above 0")
         if self.ranks is not None and self.ranks < 1:
             raise ValueError(f"launch.ranks={self.ranks} must be at least 1")
 
@@ -96,6 +102,11 @@ def derived_name(config: Any, job: str) -> str:
 def is_free(key: str, free: tuple[str, ...] = FREE) -> bool:
     """Whether a resumed run may change this dotted key."""
     return any(key == one or key.startswith(f"{one}.") for one in free)
+
+
+def watchdog(config: Any, run: Run) -> Watchdog:
+    """What ends a hang of this rank. config: a job's dataclass."""
+    return Watchdog(run.logs / f"stacks-rank-{run.rank}.txt", config.launch.hang_factor, config.launch.hang_least_s)
 
 
 def open_run(config: Any, job: str) -> Run:

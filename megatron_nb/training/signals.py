@@ -7,6 +7,8 @@ import signal
 import torch
 import torch.distributed as dist
 
+from megatron_nb.training.watchdog import Watchdog
+
 log = logging.getLogger(__name__)
 
 REQUEUE_EXIT = 85  # exit code that asks the scheduler to start the same command again
@@ -23,7 +25,9 @@ class StopSignal:
                     save, wait, sys.exit(REQUEUE_EXIT)
     """
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(self, device: torch.device | str = "cpu", watchdog: Watchdog | None = None):
+        """watchdog: told of every step, as `agreed` is called once in each."""
+        self.watchdog = watchdog
         self.received: str | None = None  # of this rank
         self._device, self._before = device, {}
 
@@ -34,6 +38,8 @@ class StopSignal:
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self.watchdog is not None:
+            self.watchdog.__exit__()
 
     def _note(self, number: int, frame) -> None:
         self.received = signal.Signals(number).name  # nothing else is safe inside a handler
@@ -42,6 +48,8 @@ class StopSignal:
         """Whether any rank received a signal; one small all-reduce, called by every rank once per step."""
         flag = torch.tensor([self.received is not None], dtype=torch.int, device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if self.watchdog is not None:
+            self.watchdog.beat()
         if self.received:
             log.warning("rank %d received %s: all ranks save and leave for requeue", dist.get_rank(), self.received)
         return bool(flag.item())
