@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_nb.config import job, to_yaml
-from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.config import job
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.model.gpt import check_layout
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig, Topology
@@ -196,10 +195,10 @@ def synthesize(run: Run, config: RefineConfig, place: Topology, tasks: list[Task
         return await reconstruct(task, calls, refined[task.id], rules)
 
     written: dict[str, list[Reasoning]] = phases.run("reasoner", "reasonings", reason, sound)
+    done = [task for task in tasks if task.id in refined and (faults[task.id] or task.id in written)]
+    records = {task.id: record_of(task, refined[task.id], faults[task.id], written.get(task.id, [])) for task in done}
+    rows = [sft_row(task, records[task.id]) for task in done if records[task.id]["accepted"]]
     if run.rank == 0:
-        done = [task for task in tasks if task.id in refined and (faults[task.id] or task.id in written)]
-        records = {task.id: record_of(task, refined[task.id], faults[task.id], written.get(task.id, [])) for task in done}
-        rows = [sft_row(task, records[task.id]) for task in done if records[task.id]["accepted"]]
         unfinished = Counter({"unfinished": total - len(done)})
         report = measure([*records.values()], dropped + unfinished, used_tokens(phases.ledgers, config.prices))
         models = {role: config.who(role).told for role in ROLES}
@@ -207,11 +206,12 @@ def synthesize(run: Run, config: RefineConfig, place: Topology, tasks: list[Task
         card = card_text(report, models, sources, f"same final answer by {config.same.kind}; {_rules_told(config)}")
         write_all(run.folder / "solutions", [*records.values()], rows, report, card)
         log.info("%s", report_text(report, "Refined solutions"))
-        if not rows:
-            why = run.folder / "solutions" / "report.md"
-            raise ValueError(f"none of {total} tasks is accepted: {why} says what they were rejected for")
-        run.write_summary(config.seed, **summary_of(report))
+        if rows:
+            run.write_summary(config.seed, **summary_of(report))
     dist.barrier()
+    if not rows:
+        why = run.folder / "solutions" / "report.md"
+        raise ValueError(f"none of {total} tasks is accepted, {total - len(done)} were not finished: {why} says why")
 
 
 @job(RefineConfig, "refine_solutions")
@@ -220,8 +220,7 @@ def main(config: RefineConfig) -> None:
     config.validate()
     tasks, dropped = read_tasks(config.prompts)
     report = describe_job(config, tasks, dropped)
-    if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report + "\n" if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+    if elsewhere(config, "refine_solutions", "megatron_nb.refine_solutions", report):
         return
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, "refine_solutions") as run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ def _maths(text: str) -> list[Any]:
 
 @dataclass
 class SameText:
-    """1 when two final answers are the same text. ignore: case, punctuation at the ends and runs of white space."""
+    """1 when two final answers are the same text. ignore: case, white space, punctuation at the ends, commas in numbers."""
 
     ignore: bool = False
 
@@ -42,4 +43,5 @@ class SameText:
 
     def _plain(self, text: str) -> str:
         text = unboxed(text.strip())
+        text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text) if self.ignore else text
         return " ".join(text.casefold().split()).strip(" .,;:!?\"'`*$") if self.ignore else text
