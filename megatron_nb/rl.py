@@ -21,7 +21,7 @@ import numpy as np
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import elsewhere, open_run
+from megatron_nb.launch import elsewhere, open_run, watchdog
 from megatron_nb.model.gpt import build
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import Topology
@@ -215,7 +215,7 @@ def main(config: RlConfig) -> None:
     origin = find_origin(config.init_from, config.model)
     frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)
-    with open_run(config, "rl") as run, StopSignal(place.device) as stop:
+    with open_run(config, "rl") as run, StopSignal(place.device, watchdog(config, run)) as stop:
         log.info("%s\n%s", run.folder, report)
         own = bool(config.prompts.tokenizer or config.prompts.chat_template)
         tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)

@@ -40,7 +40,7 @@ ONLY_IN = {  # package -> the parts or modules that may import it
     "omegaconf": ["megatron_nb.config"],
     "megatron.core": [
         *("megatron_nb.parallel", "megatron_nb.model", "megatron_nb.training", "megatron_nb.rollout.native"),
-        *(f"megatron_nb.rollout.native_{part}" for part in ("attention", "config", "cpu", "sampling", "weights")),
+        *(f"megatron_nb.rollout.native_{part}" for part in ("attention", "config", "cpu", "sampling", "sessions", "weights")),
     ],
     **dict.fromkeys(
         ["http", "urllib.request", "requests", "httpx", "aiohttp", "openai"],
