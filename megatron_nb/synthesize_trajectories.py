@@ -111,6 +111,12 @@ def _by(endpoint: ClientConfig | None) -> str:
 def check(config: TrajectoriesConfig, questions: list[dict[str, Any]]) -> None:
     """Raises ValueError for a setting that no run could use."""
     config.teacher.validate()
+    slurm = config.launch.slurm
+    if config.launch.kind == "slurm" and slurm.nodes * slurm.ranks_per_node > 1:
+        raise ValueError(
+            f"launch.slurm: {slurm.nodes} nodes of {slurm.ranks_per_node} ranks, but this stage is one process: set "
+            "launch.slurm.nodes=1 launch.slurm.ranks_per_node=1"
+        )
     if config.teacher.kind == "oracle" and (without := [row["id"] for row in questions if not row.get("path")]):
         raise ValueError(
             f"teacher.kind=oracle: {len(without)} of {len(questions)} questions have no path to walk, the first is "

@@ -31,6 +31,9 @@ class TeacherConfig:
                 f"teacher.endpoint is not set and {', '.join(missing)} has no endpoint in teacher.roles: set "
                 "teacher.endpoint.base_url=http://HOST:PORT teacher.endpoint.model=NAME, or teacher.kind=oracle"
             )
+        for name, one in [("endpoint", self.endpoint), *((f"roles.{role}", one) for role, one in self.roles.items())]:
+            if one is not None and not one.model:
+                raise ValueError(f"teacher.{name}.model is not set: name the model that {one.base_url} serves")
         if self.kind == "oracle" and (self.endpoint or self.roles):
             raise ValueError("teacher.kind=oracle needs no endpoint: leave teacher.endpoint and teacher.roles out")
 
@@ -40,7 +43,7 @@ class TeacherConfig:
         if self.kind == "oracle":
             return "oracle"
         served = {role: self.roles.get(role) or self.endpoint for role in ROLES}
-        return "; ".join(f"{role}: {one.model or '?'} at {one.base_url}" for role, one in served.items())
+        return "; ".join(f"{role}: {one.model} at {one.base_url}" for role, one in served.items())
 
 
 class Teachers:
