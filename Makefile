@@ -3,9 +3,10 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge test test-serve lint \
+.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge demo-search \
+	demo-search-seeds test test-serve test-slurm lint \
 	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
-	bench-complexity bench-data bench-kernels mutate-kernels gpu-check
+	bench-complexity bench-search bench-walk bench-agent bench-data bench-kernels mutate-kernels gpu-check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,8 +32,17 @@ demo-code-seeds: setup  ## the same over three seeds, with the standard error ov
 demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen; 5 minutes
 	$(PY) tools/demo_complexity_judge.py $(if $(SEED),--seed $(SEED))
 
+demo-search: setup  ## a small model learns to search a small Wikipedia for answers of several hops; 20 minutes
+	$(PY) tools/demo_search.py $(if $(SEED),--seed $(SEED))
+
+demo-search-seeds: setup  ## the same over three seeds, with the standard error over them
+	$(PY) tools/demo_search.py --seeds 3
+
 test: setup  ## all tests that need no GPU; prints what was skipped and why
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" --durations=10
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not slurm" -n 2 --dist loadfile --durations=10
+
+test-slurm: setup  ## stages, chains and disasters on a real Slurm of four virtual nodes; as root, minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slurm tests/slurm --durations=10
 
 test-serve: setup  ## the server engine against a real vLLM on the CPU; its own Python 3.11 environment, 3.5 GB
 	@tools/serve_venv.sh
@@ -67,6 +77,15 @@ bench-judge: setup  ## tests per second in full isolation, beside one bubblewrap
 
 bench-complexity: setup  ## how often the empirical time complexity is right, beside a busy core
 	OMP_NUM_THREADS=1 $(PY) tools/bench_complexity.py
+
+bench-search: setup  ## a wiki's index beside rank_bm25 and bm25s: documents and queries per second, recall; DATA= its folder
+	OMP_NUM_THREADS=1 $(PY) tools/bench_search.py $(if $(DATA),--data $(DATA))
+
+bench-walk: setup  ## steps of random walks per second on a graph of a million links
+	OMP_NUM_THREADS=1 $(PY) tools/bench_walk.py
+
+bench-agent: setup  ## bookkeeping of an episode of 600 turns, beside a loop that renders its history every turn
+	OMP_NUM_THREADS=1 $(PY) tools/bench_agent.py
 
 bench-data: setup  ## packing, and tokenising beside datasets.map
 	OMP_NUM_THREADS=1 $(PY) tools/bench_data.py
