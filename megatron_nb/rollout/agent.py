@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_nb.records import Prompt, Rollout, Score
-from megatron_nb.rollout.calls import WIRES, Parsed, parse
+from megatron_nb.rollout.calls import WIRES, Parsed, parse, split_thinking
 from megatron_nb.rollout.context_policy import Context
 from megatron_nb.rollout.engine import Engine, Sampling, Stop
 from megatron_nb.rollout.frame import Frame
@@ -187,8 +187,8 @@ async def _summarise(
         return "length"
     if rows.sampled_turns >= agent.config.max_turns:
         return "turns"
-    # what the model wrote becomes a part of the task: its markers are data now
-    summary = agent.toolbox.as_data(said.answer) or "(none was written)"
+    # what the model wrote becomes a part of the task: its markers are data now, and a call in it is words
+    summary = agent.toolbox.as_data(split_thinking(rows.row.text)[1].strip()) or "(none was written)"
     return "" if context.restart(summary) else "length"
 
 

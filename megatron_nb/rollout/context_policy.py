@@ -43,6 +43,7 @@ class Context:
     def __init__(self, prompt: Prompt, rows: Rows, frame: Frame, *, policy: str, keep_last: int, clear_every: int,
                  max_tokens: int, summary_tokens: int, strip: bool):  # fmt: skip
         self.prompt, self.rows, self.frame, self.policy = prompt, rows, frame, policy
+        self._task = prompt.conversation  # without any summary: the model has the last one before it when it writes the next
         self.keep_last, self.clear_every, self.max_tokens, self.strip = keep_last, clear_every, max_tokens, strip
         self.pieces: list[Piece] = []  # after the prompt, the last turn included
         self.kept = 0  # results of tools that stand in the context
@@ -95,12 +96,11 @@ class Context:
 
     def restart(self, summary: str) -> bool:
         """Begin a row with the task and the summary. False: they leave no room."""
-        conversation = self.prompt.conversation
-        messages = [dict(message) for message in conversation.messages]
+        messages = [dict(message) for message in self._task.messages]
         if messages[-1]["role"] != "user":
             messages.append({"role": "user", "content": ""})
         messages[-1]["content"] = (messages[-1]["content"] + SUMMARY + summary).strip()
-        conversation = replace(conversation, messages=messages)
+        conversation = replace(self._task, messages=messages)
         self.prompt = Prompt(conversation, self._rendered(messages), self.prompt.data)
         if not self._fits(len(self.prompt.ids)):
             return False
