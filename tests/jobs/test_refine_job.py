@@ -172,8 +172,8 @@ def test_two_ranks_share_the_tasks_and_a_checkpoint_answers_as_an_endpoint_does(
     rows = [{"question": f"{number} + 3?", "draft": "5"} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [word for word in words if "endpoint" not in word and "sources" not in word] + engine
-    words += [f"refiner.checkpoint={tmp_path}/model", f"runs_dir={tmp_path}", "name=babble", f"prompts.sources.a.path={tmp_path}/rows.jsonl"]
-    words += ["wording.checklist='{question}'"]  # the model is small
+    words += [f"refiner.checkpoint={tmp_path}/model", f"runs_dir={tmp_path}", "name=babble"]
+    words += [f"prompts.sources.a.path={tmp_path}/rows.jsonl", "wording.checklist='{question}'"]  # the model is small
     with pytest.raises(AssertionError, match="none of 6 tasks is accepted, 0 were not"):  # it babbles, and the job says so
         ranks.run(2, _refine, words)
     records = records_of(tmp_path / "babble")
