@@ -89,7 +89,12 @@ class Cluster:
         pids = [int(pid) for pid in told.stdout.split()]
         return [pid for pid in pids if "\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_text()]
 
+    def log(self, name: str) -> str:
+        """What the jobs of a run have printed."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"runs/{name}/slurm/*.log")))
+
     def logs(self) -> str:
+        """The queue and the ends of all logs, for a failure's message."""
         paths = sorted(self.folder.glob("runs/*/slurm/*.log"))
         queue = subprocess.run(["squeue", "-t", "all"], env=self.slurm.env, capture_output=True, text=True).stdout
         return queue + "".join(f"\n{path}:\n{path.read_text()[-3000:]}" for path in paths)

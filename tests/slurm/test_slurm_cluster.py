@@ -48,7 +48,7 @@ def test_a_signal_makes_all_ranks_save_the_job_waits_again_and_goes_on(cluster, 
     cluster.slurm_says("scancel", "--signal=USR1", "--batch", job_id)
     cluster.ended(job_id)
     assert cluster.losses("signalled") == undisturbed
-    assert "start 1, attempt 0" in cluster.logs()
+    assert "start 1, attempt 0" in cluster.log("signalled")
 
 
 def test_a_rank_that_dies_is_started_again_within_the_allocation(cluster, undisturbed):
@@ -57,7 +57,7 @@ def test_a_rank_that_dies_is_started_again_within_the_allocation(cluster, undist
     os.kill(cluster.ranks("killed")[-1], signal.SIGKILL)
     cluster.ended(job_id)
     assert cluster.losses("killed")[-1] == undisturbed[-1]
-    assert "start 0, attempt 1" in cluster.logs()
+    assert "start 0, attempt 1" in cluster.log("killed")
 
 
 def test_a_time_limit_shorter_than_the_work_costs_no_step(cluster, undisturbed):
