@@ -43,6 +43,7 @@ class QuestionsConfig:
     train: int = 1000  # questions to train on
     heldout: int = 100  # questions held out; no training question has the answer of one
     apart: Literal["path", "answer"] = "path"  # path: nor a page of its path; answer: nor the page of its answer
+    heldout_pages: float | None = None  # share of the pages, a neighbourhood, for held-out walks alone; null: they go anywhere
     same_links: float = 0.5  # (own) share of its links that a question may have in common with an earlier one
     walk: WalkConfig = field(default_factory=WalkConfig)
     writer: WriterConfig = field(default_factory=WriterConfig)
@@ -55,6 +56,8 @@ class QuestionsConfig:
         for name, least in (("train", 0), ("heldout", 0), ("seed", 0), ("concurrency", 1), ("attempts", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.heldout_pages is not None and not 0 < self.heldout_pages < 1:
+            raise ValueError(f"heldout_pages={self.heldout_pages} must be between 0 and 1, or null: walks go anywhere")
         if not 0 <= self.same_links <= 1:
             raise ValueError(f"same_links={self.same_links} must be in [0, 1]")
         if self.train + self.heldout == 0:
@@ -114,8 +117,9 @@ def synthesize(run: Run, config: QuestionsConfig, corpus: Corpus) -> Kept:
         maker = Maker(corpus, writer, solver, config.walk.min_steps, config.seed, source)
         counts = {"train": config.train, "heldout": config.heldout}
         return await make_all(
-            counts, config.apart, config.same_links, config.walk, maker, ledger, config.concurrency, config.attempts
-        )
+            counts, config.apart, config.heldout_pages, config.same_links, config.walk, maker, ledger, config.concurrency,
+            config.attempts,
+        )  # fmt: skip
 
     try:
         kept = asyncio.run(make())

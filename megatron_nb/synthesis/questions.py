@@ -27,7 +27,7 @@ from megatron_nb.synthesis.question_quotes import Quotes, quotes
 from megatron_nb.synthesis.question_solver import CHECKS, NOT_CHECKED, Solver
 from megatron_nb.synthesis.question_verify import verify_chain
 from megatron_nb.synthesis.question_writer import EndpointWriter, Writer
-from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
+from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of, neighbourhood
 
 log = logging.getLogger(__name__)
 PARTS = ("heldout", "train")  # in the order in which they are made
@@ -218,16 +218,23 @@ class Attempts:
 
 
 async def make_all(
-    counts: dict[str, int], apart: str, same_links: float, walk: WalkConfig, maker: Maker, ledger: Ledger, concurrency: int,
-    attempts: int,
+    counts: dict[str, int], apart: str, heldout_pages: float | None, same_links: float, walk: WalkConfig, maker: Maker,
+    ledger: Ledger, concurrency: int, attempts: int,
 ) -> Kept:  # fmt: skip
-    """All parts. apart: "path": no page of a held-out path is on a training path; "answer": no page with a held-out answer."""
+    """All parts. apart: "path": no page of a held-out path is on a training path; "answer": no page with a held-out answer.
+
+    heldout_pages: held-out walks keep to a neighbourhood of that share of the pages, training walks keep out of it.
+    """
     kept, graph = Kept(same_links), maker.corpus.graph
+    inside = None if heldout_pages is None else neighbourhood(Walker(graph, walk), heldout_pages, maker.seed)
     for part in PARTS:
         if not counts[part]:
             continue
         away = kept.pages("heldout") if apart == "path" else set()
-        walker = Walker(graph, walk, [graph.id_of(title) for title in away])
+        without = [graph.id_of(title) for title in away]
+        if inside is not None:
+            without += np.flatnonzero(inside != (part == "heldout")).tolist()
+        walker = Walker(graph, walk, without)
         await make_part(part, counts[part], kept, walker, maker, ledger, concurrency, attempts * counts[part])
         made = len(kept.of(part))
         if made < counts[part]:

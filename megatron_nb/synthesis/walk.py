@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -135,6 +136,25 @@ class Walker:
             if weight.any():
                 found[row] = rng.choice(self.targets[links], p=weight / weight.sum())
         return found
+
+
+def neighbourhood(walker: Walker, share: float, seed: int) -> np.ndarray:
+    """[n] bool: some pages and what is around them, breadth first, up to `share` of the pages that have links."""
+    count, rng = len(walker.offsets) - 1, np.random.default_rng(seed)
+    sources = np.repeat(np.arange(count), np.diff(walker.offsets))
+    pairs = np.concatenate([np.stack([sources, walker.targets], 1), np.stack([walker.targets, sources], 1)])
+    pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    first = np.searchsorted(pairs[:, 0], np.arange(count + 1))
+    order = rng.permutation(np.unique(pairs[:, 0])).tolist()
+    inside, taken, wanted = np.zeros(count, bool), 0, round(share * len(order))
+    for start in order:
+        waiting = deque([start])
+        while waiting and taken < wanted:
+            page = waiting.popleft()
+            if not inside[page]:
+                inside[page], taken = True, taken + 1
+                waiting.extend(rng.permutation(pairs[first[page] : first[page + 1], 1]).tolist())
+    return inside
 
 
 def day_of(days: float) -> str | None:
