@@ -243,7 +243,7 @@ def finish(
         raise ValueError(f"no attempt is kept of {len(questions)} questions: dropped {stats['dropped']}, {left_open} questions "
                          "left open; check teacher and tools, see trajectories/report.md")  # fmt: skip
     run.write_summary(
-        config.seed, questions=len(questions), questions_kept=stats["questions_kept"], attempts=len(attempts),
+        config.seed, questions=len(questions), questions_kept=stats["questions_kept"], tries=len(attempts),
         left_open=left_open, trajectories=len(rows), turns_mean=stats["turns_kept"]["mean"],
         turns_most=stats["turns_kept"]["most"], flagged_share=critic["flagged_share"],
         **{f"critic_{name}": critic[name] for name in CRITERIA},
