@@ -42,6 +42,7 @@ class Articles:
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair can be written nowhere
         except ValueError as error:
             raise ValueError(f"{self.path}:{number}: {error}: {FORM}") from None
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("title", "text")):

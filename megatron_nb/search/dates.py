@@ -14,7 +14,7 @@ MONTH_ONLY = re.compile(rf"\b({MONTH}),? {YEAR}\b")
 ISO = re.compile(rf"\b{YEAR}-(\d\d)-(\d\d)\b")
 CUES = "in|since|by|from|until|till|during|after|before|circa|early|late|mid|and|to|of|year|born|died|season"
 YEAR_ONLY = re.compile(
-    rf"(?:\b(?:{CUES})\s|[(–—/])(?:the )?{YEAR}(?=[\s,.;:)–—/-](?!\d{{3}}\b))(?! ?(?:km|m|ft|people|°))", re.IGNORECASE
+    rf"(?:\b(?:{CUES})\s|[(–—/])(?:the )?{YEAR}(?=[\s,.;:)–—/-](?!\d))(?! ?(?:km|m|ft|people|°))", re.IGNORECASE
 )
 IN_CATEGORY = re.compile(rf"\b{YEAR}\b(?! and before)")
 

@@ -81,7 +81,7 @@ class Dump:
         kind = {".bz2": bz2.BZ2Decompressor, ".gz": lambda: zlib.decompressobj(31)}.get(self.path.suffix)
         with open(self.path, "rb") as file:
             file.seek(offset)
-            stream, opener, rest = offset, kind and kind(), b""
+            stream, opener, rest, whole = offset, kind and kind(), b"", False
             while chunk := rest or file.read(CHUNK):
                 rest = b""
                 self.at = file.tell()
@@ -95,11 +95,10 @@ class Dump:
                     raise ValueError(f"{self.path} {where}: {error}: the file is damaged; fetch it again") from error
                 if opener.eof:
                     rest = opener.unused_data
-                    stream, opener = file.tell() - len(rest), kind()
-                    fresh = True
+                    stream, opener, whole = file.tell() - len(rest), kind(), True
                 else:
-                    fresh = False
-            if opener is not None and not fresh:
+                    whole = False
+            if opener is not None and not whole:
                 self._broke("ends early", "the compressed data stop in the middle: what came before is kept")
 
     def _elements(self, offset: int) -> Iterator[tuple[Mark, bytes]]:

@@ -90,7 +90,7 @@ def build_graph(pages: PageReader, folder: Path, tick: Callable[[int, int], None
     np.save(folder / "name_pages.npy", ids)
     rows, missing = [], 0
     for first in range(0, total, SHARD):
-        shard = folder / f"links-{first:09d}.npz"
+        shard = folder / f"links-{first}-{min(first + SHARD, total)}.npz"
         if not shard.exists():
             _write_shard(pages, first, min(first + SHARD, total), shard)
         with np.load(shard) as data:

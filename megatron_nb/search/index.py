@@ -18,9 +18,9 @@ SNIPPET = 300  # characters
 SEEN = 50_000  # characters of a page in which its snippet is looked for
 WORD = re.compile(r"\w+")
 STOP = frozenset(  # left out of queries that hold other words: twice the speed, and no loss
-    ("a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "has", "have", "how", "in", "is", "it")
-    + ("its", "many", "much", "of", "on", "or", "that", "the", "their", "they", "this", "to", "was", "were", "what", "when")
-    + ("where", "which", "who", "whom", "whose", "why", "will", "with")
+    ("a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "has", "have", "how", "in", "is")
+    + ("it", "its", "many", "much", "of", "on", "or", "that", "the", "their", "they", "this", "to", "was", "were", "what")
+    + ("when", "where", "which", "who", "whom", "whose", "why", "will", "with")
 )
 
 
@@ -42,8 +42,9 @@ class Index:
             return []
         # Lower-case words hold none of the query language's signs or operators.
         parsed = self._index.parse_query(" ".join(words), ["title", "body"], field_boosts={"title": TITLE_WEIGHT})
-        found = self._searcher.search(parsed, k, count=False)
-        return [(self._searcher.doc(address)["id"][0], score) for score, address in found.hits]
+        found = self._searcher.search(parsed, 2 * k, count=False)  # equal scores come in the order of segments
+        ranked = [(self._searcher.doc(address)["id"][0], score) for score, address in found.hits]
+        return sorted(ranked, key=lambda hit: (-hit[1], hit[0]))[:k]
 
 
 def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: Path, tick: Callable[[int, int], None]) -> None:

@@ -5,8 +5,9 @@
     GET  /health   needs no token: status, pages, requests under way; 503 when it goes down
     GET  /metrics  Prometheus' text form
 
-A request that does not fit gets 429 with Retry-After, one beyond its deadline 504, a service that goes down 503: all three may be
-sent again, there or elsewhere. A wrong request gets another 4xx. Errors are {"error": str}. The server is the standard library's.
+A request that does not fit gets 429 with Retry-After, one beyond its deadline 504, a service that goes down 503: all three may
+be sent again, there or elsewhere. A wrong request gets another 4xx. Errors are {"error": str}. The server is the standard
+library's.
 """
 
 from __future__ import annotations
@@ -238,7 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _exchange(self, body: bytes) -> None:
         path, began = self.path.partition("?")[0], time.monotonic()
         try:
-            status, said, headers = 200, self.service.answer(self.command, path, self.headers.get("Authorization", ""), body), {}
+            said = self.service.answer(self.command, path, self.headers.get("Authorization", ""), body)
+            status, headers = 200, {}
         except Answer as given:
             status, said, headers = given.status, {"error": given.said}, given.headers
         self.service.counted(path, status, time.monotonic() - began)

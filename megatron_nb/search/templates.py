@@ -18,9 +18,10 @@ FIELDS_LEFT_OUT = re.compile(
 # Which of the unnamed arguments are text.
 LAST = {"lang", "transl", "transliteration", "abbr", "abbrlink", "tooltip", "color", "font color", "script"}
 FIRST = {
-    *("nowrap", "nobold", "small", "smaller", "big", "larger", "em", "strong", "nobr", "nobreak", "center", "sc"),
-    *("smallcaps", "bold", "italic", "noitalic", "midsize", "mono", "unicode", "polytonic", "ipa", "flag", "flagu"),
-    *("flagcountry", "country", "ship", "quote", "cquote", "blockquote", "ill", "interlanguage link", "sic", "native name", "visible anchor"),
+    *("nowrap", "nobold", "small", "smaller", "big", "larger", "em", "strong", "nobr", "nobreak", "center", "sc", "smallcaps"),
+    *("bold", "italic", "noitalic", "midsize", "mono", "unicode", "polytonic", "ipa", "flag", "flagu", "flagcountry"),
+    *("country", "ship", "quote", "cquote", "blockquote", "ill", "interlanguage link", "sic", "native name"),
+    "visible anchor",
 }
 ALL = {"ubl", "unbulleted list", "plainlist", "plain list", "flatlist", "flat list", "hlist", "cslist", "bulleted list"}
 DATES = re.compile(
