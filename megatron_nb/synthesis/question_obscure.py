@@ -83,9 +83,9 @@ def obscure(text: str, kind: Kind = lambda name: None, own: str = "") -> str:
     text = " ".join(BROKEN.sub("", text).replace('"', "").split()).replace(" ,", ",")
     text = DATE.sub(lambda m: f"a day of the {decade(m[1] or m[2])}", text)
     text = MONTH_YEAR.sub(lambda m: f"a month of the {decade(m[1])}", text)
-    text = re.sub(r"\b(?:on|in) (?=a (?:day|month) of)", "on ", DAY.sub("a day of the year", text))
+    text = re.sub(r"\b(?:on|in) (?=a day of)", "on ", DAY.sub("a day of the year", text))
     text = YEAR.sub(lambda m: f"the {decade(m[1])}", text)
-    text = NUMBER.sub(_rounded, text)
+    text = re.sub(r"\b(about|around|some|approximately|over|nearly|roughly) about\b", r"\1", NUMBER.sub(_rounded, text))
     return _without_names(text, kind, own)
 
 
@@ -109,14 +109,14 @@ def _without_names(text: str, kind: Kind, own: str) -> str:
         if not before.strip(" \"“‘(") and len(words) == 1 and name.lower() in FUNCTION | OPENERS:
             return name.lower()
         named = set(re.sub(r"['’]s\b", "", name.lower()).split()) - FUNCTION
-        if named and (named <= own_words or own_words and own_words <= named):
+        noun = kind(re.sub(r"['’]s$", "", name))
+        if named and own_words and (own_words <= named or (named <= own_words and not noun)):
             return "its" if name.endswith(("'s", "’s")) else "it"
         follows = re.match(r" ([\wß-ÿ'’-]+)", after)
         adjective = follows and follows[1].islower() and follows[1] not in FUNCTION and not follows[1].endswith(("ed", "s"))
         if adjective and before.strip():
             return "\0"  # an adjective is left out: a German composer -> a composer
         possessive = "'s" if name.endswith(("'s", "’s")) else ""
-        noun = kind(re.sub(r"['’]s$", "", name))
         return f"a certain {noun or ('place' if PLACED.search(before.rstrip(' the').rstrip()) else 'name')}{possessive}"
 
     text = NAME.sub(hidden, text)
@@ -147,4 +147,4 @@ def shortened(text: str, longest: int) -> str:
 
 def telling_words(text: str) -> set[str]:
     """The words by which one description is told from another."""
-    return {word for word in re.findall(r"[^\W\d_]{3,}|\d{2}0s", text.lower()) if word not in EMPTY}
+    return {word for word in re.findall(r"[^\W\d_]{3,}|\d{3}0s", text.lower()) if word not in EMPTY}
