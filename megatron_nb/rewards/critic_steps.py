@@ -138,6 +138,7 @@ def steps_of_rows(rows: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase, w
                 step = Step(read.thinking, read.answer, tuple(read.calls), tuple(read.problems))
                 # what a summary writes as a call is words: it is never made
                 found.append(Step(step.thinking, step.text, summary=True) if summary else step)
+                summary = False
             elif turn.kind == "tool" and found:
                 said = results(text, wire)
                 summary = said[-1:] == [REQUEST]
