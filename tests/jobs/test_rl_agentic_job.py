@@ -63,12 +63,13 @@ def words(tmp_path_factory) -> list[str]:
     rows = [{"id": f"q{n}", "question": QUESTION + " " * n, "answer": "Tarn", "aliases": ["Tarn town"]} for n in range(4)]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        "--config-name", "rl_agentic", *MODEL, "parallel=cpu1", "answers=episodes_short", "log.wandb=off",
+        "--config-name", "rl_agentic", *MODEL, "answers=episodes_short", "log.wandb=off",
         f"prompts.sources.a.path={folder}/questions.jsonl", f"prompts.tokenizer={folder}/tokenizer", "prompts.max_tokens=2048",
         f"agent.tools.search={folder}/index", "agent.tools.names=[search,open_page]", "agent.max_turns=5", "agent.keep_last=1",
         "agent.clear_every=2", "collect.num_prompts=2", "collect.group_size=3", "collect.concurrency=1",
         "sampling.max_tokens=8", "engine.native.kv_cache_gb=0.05", "engine.native.block_size=16", "update.pack_tokens=8192",
-        f"num_steps={STEPS}", "checkpoint.every=2", "optimizer.lr=1e-2", "optimizer.warmup_steps=0", "credit.turn_weight=0.5",
+        "parallel=cpu1", f"num_steps={STEPS}", "checkpoint.every=2", "optimizer.lr=1e-2", "optimizer.warmup_steps=0",
+        "credit.turn_weight=0.5",
     ]  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def _rl(words: list[str], die_at: int = 0, broken_at: int = 0) -> int:
     from megatron_nb.rollout.native import NativeEngine
     from megatron_nb.search.backend import LocalSearch
 
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
     sys.argv = ["rl", *words]
     tokenizer, calls, own, search = tiny(), [0, 0], NativeEngine.generate, LocalSearch.search
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -182,3 +183,13 @@ def test_an_episode_whose_search_breaks_is_invalid_not_wrong_and_the_log_says_wh
     assert row["invalid"] == row["invalid/tools"] == 1
     bad = [one for one in read_step(tmp_path / "run", 1) if one.status == "invalid"]
     assert bad and all(one.score.reward is None and "the disk is gone" in one.score.reason for one in bad)
+
+
+@pytest.mark.parametrize("layout", [["parallel.context=2"], []], ids=["context 2", "data 2"])
+def test_rows_of_episodes_are_trained_alike_over_two_ranks(ranks, tmp_path, words, whole, layout):
+    ranks.run(2, _rl, [*words, "parallel=cpu2", *layout, "num_steps=1", f"runs_dir={tmp_path}", "name=run"])
+    for one, other in zip(read_step(tmp_path / "run", 1), read_step(whole, 1), strict=True):
+        assert (one.ids, one.turns, one.score, one.advantage) == (other.ids, other.turns, other.score, other.advantage)
+    ours, theirs = _metrics(tmp_path / "run")[0], _metrics(whole)[0]
+    for name in ("loss", "grad_norm", "entropy", "turns_mean", "turn_reward_mean"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-8), name
