@@ -22,18 +22,24 @@ import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
-__all__ = ["ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_in", "schema_of_stage", "to_yaml"]
+__all__ = [  # fmt: skip
+    "AFTER_SWEEP", "ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_in", "schema_of_stage",
+    "sweep_point", "to_yaml",
+]
 
 STAGES = Path(str(files("hydra_conf"))).absolute()  # a job starts from any working directory
 NO_FOLDER = ["hydra.sweep.dir=runs", "hydra.sweep.subdir=.", "hydra.output_subdir=null"]
 NO_LOGGING = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+AFTER_SWEEP: list[Callable[[], None]] = []  # called when all points of a --multirun have been composed
 HELP = """usage: python -m {module} [GROUP=OPTION ...] [KEY=VALUE ...]        one process, or
        torchrun --nproc-per-node N -m {module} ...
 
@@ -118,6 +124,13 @@ def schema_of_stage(known: Collection[str]) -> str:
     return stages[arguments.config_name]
 
 
+def sweep_point() -> list[str] | None:
+    """The words of this point of a --multirun; None outside of one."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    return [word.lstrip("+") for word in HydraConfig.get().overrides.task]
+
+
 def schema_in(stage: str) -> str | None:
     """The schema that a stage file of this project begins with."""
     return _schemas(_folders(None)).get(stage)
@@ -143,7 +156,10 @@ def _from_command_line(main: Callable, schema: type, stage: str | None) -> Any:
         task = functools.wraps(main)(lambda values: main(build(schema, OmegaConf.to_container(values, resolve=True))))
         checked = {line: _check(line, schema, folders) for line in arguments.overrides}
         sys.argv[1:] = [checked.get(word, word) for word in words] + NO_FOLDER + NO_LOGGING
-        return hydra.main(config_path=str(STAGES), config_name=stage, version_base="1.3")(task)()
+        hydra.main(config_path=str(STAGES), config_name=stage, version_base="1.3")(task)()
+        for finish in AFTER_SWEEP:
+            finish()
+        return None
     config = compose(schema, stage, arguments.overrides, arguments.config_dir)
     return _print(to_yaml(config)) if arguments.cfg else config
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.run import Run, run_folder
 from megatron_nb.slurm import Job, SlurmConfig
+from megatron_nb.sweep import gathered
 from megatron_nb.training.watchdog import Watchdog
 
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
@@ -32,6 +33,7 @@ class LaunchConfig:
     ranks: int | None = None  # local: processes that torchrun starts on this machine; null: this one, or torchrun's own
     hang_factor: float = 20.0  # no step within so many times the median: write the stacks, leave for a restart; 0: never
     hang_least_s: float = 1800.0  # but not before
+    at_once: int | None = None  # points of a sweep that run at a time on the cluster; null: as many as it lets
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self):
@@ -69,6 +71,8 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     config: a job's dataclass; job: its name in derived names; report: what a dry run prints below the configuration.
     ConfigError when Slurm refuses.
     """
+    if gathered(config, module):
+        return True
     launch, first = config.launch, int(os.environ.get("RANK", "0")) == 0
     slurm = slurm_job(config, job, module) if launch.kind == "slurm" else None
     if launch.dry_run:
@@ -90,7 +94,7 @@ def slurm_job(config: Any, job: str, module: str) -> Job:
     config.name = config.name or derived_name(config, job)
     run = run_folder(config.runs_dir, config.name).absolute()
     resolved = to_yaml(replace(config, launch=replace(config.launch, kind="local", dry_run=False, ranks=None)))
-    return Job(config.name, module, run, config.launch.slurm, resolved, [])
+    return Job(config.name, module, run, config.launch.slurm, resolved)
 
 
 def derived_name(config: Any, job: str) -> str:

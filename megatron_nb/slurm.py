@@ -5,7 +5,7 @@ slurm/job.sbatch.jinja is the script, slurm/site.yaml says what the cluster is l
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
 import os
 import shlex
@@ -107,8 +107,9 @@ class Job:
     module: str  # such as megatron_nb.sft
     run: Path  # absolute
     config: SlurmConfig
-    config_yaml: str  # resolved
-    words: list[str]  # that the job adds to it
+    config_yaml: str  # resolved, of the run
+    points: dict[str, str] = field(default_factory=dict)  # of a sweep: run folder -> configuration, instead of the one above
+    at_once: int | None = None  # points at a time
 
     @property
     def folder(self) -> Path:
@@ -118,17 +119,23 @@ class Job:
     def script(self) -> Path:
         return self.folder / f"{STAGE}.sbatch"
 
+    @property
+    def points_file(self) -> Path | None:
+        """The run folders of an array; its own for every submission, as requeued points of an earlier one read theirs."""
+        digest = hashlib.blake2b("\n".join(self.points).encode(), digest_size=4).hexdigest()
+        return self.folder / f"points-{digest}.txt" if self.points else None
+
     def text(self) -> str:
         """The script. ConfigError for a site file that cannot be used."""
         config, site = self.config, Site.read(self.config.site)
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
         environment.filters["quote"] = lambda value: shlex.quote(str(value))
         return environment.from_string(TEMPLATE.read_text()).render(
-            title=self.title, nodes=config.nodes, ranks_per_node=config.ranks_per_node, module=self.module,
-            command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, stage=self.folder / f"{STAGE}.yaml",
-            stage_folder=self.folder, stage_name=STAGE, words=shlex.join(self.words), options=self._options(site),
-            run=self.run, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues, environment=site.environment,
-            rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site), srun=_container(site.container),
+            title=self.title, nodes=config.nodes, ranks_per_node=config.ranks_per_node, module=self.module, stage_name=STAGE,
+            command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, options=self._options(site),
+            run=self.run, points=self.points_file, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues,
+            environment=site.environment, rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site),
+            srun=_container(site.container),
         )  # fmt: skip
 
     def _options(self, site: Site) -> list[str]:
@@ -137,8 +144,11 @@ class Job:
             "job-name": self.title, "nodes": config.nodes, "ntasks-per-node": 1, "gpus-per-node": site.gpus,
             "cpus-per-task": site.cpus_per_task, "mem": site.memory, "time": config.time, "partition": site.partition,
             "account": site.account, "qos": site.qos, "constraint": site.constraint,
-            "signal": f"B:USR1@{config.grace_s}", "output": self.folder / "job-%j.log", "open-mode": "append",
+            "signal": f"B:USR1@{config.grace_s}", "output": self.folder / f"{STAGE}-{'%A_%a' if self.points else '%j'}.log",
+            "open-mode": "append",
         }  # fmt: skip
+        if self.points:
+            told["array"] = f"0-{len(self.points) - 1}" + (f"%{self.at_once}" if self.at_once else "")
         flags = ["--requeue", *(["--exclusive"] if site.exclusive else [])]
         return [f"--{name}={value}" for name, value in told.items() if value is not None] + flags + site.options
 
@@ -150,13 +160,18 @@ class Job:
         text = self.text()
         if not here():
             raise ConfigError("launch=slurm: there is no sbatch on this machine: submit from a login node, or use launch=local")
-        if (other := running(self.run)) is not None:
-            raise ConfigError(
-                f"{self.run} is the run of job {other}, which waits or runs: two jobs would write one folder. "
-                f"Give another name=, or `scancel {other}` first"
-            )
+        runs = self.points or {str(self.run): self.config_yaml}
+        for run, config_yaml in runs.items():
+            if (other := running(Path(run))) is not None:
+                raise ConfigError(
+                    f"{run} is the run of job {other}, which waits or runs: two jobs would write one folder. "
+                    f"Give another name=, or `scancel {other}` first"
+                )
+            (Path(run) / "slurm").mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(run) / "slurm" / f"{STAGE}.yaml", config_yaml)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / f"{STAGE}.yaml", self.config_yaml)
+        if self.points_file is not None:
+            write_atomic(self.points_file, "".join(f"{run}\n" for run in self.points))
         write_atomic(self.script, text)
         command = ["sbatch", "--parsable", *_after(self.config.after), str(self.script)]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_JOB", "SLURM_STEP"))}
@@ -166,7 +181,9 @@ class Job:
             remedy = next((remedy for word, remedy in REMEDIES.items() if word in said.lower()), f"the script is {self.script}")
             raise ConfigError(f"Slurm refuses the job: {said}: {remedy} ({self.config.site})")
         job_id = done.stdout.strip().split(";")[0]
-        write_atomic(self.folder / "job.json", json.dumps({"id": job_id, "config": dataclasses.asdict(self.config)}))
+        for number, run in enumerate(runs):
+            mine = f"{job_id}_{number}" if self.points else job_id
+            write_atomic(Path(run) / "slurm" / "job.json", json.dumps({"id": mine}))
         return job_id
 
 

@@ -22,6 +22,7 @@ LAYERS = [
     ["megatron_nb.rewards"],
     ["megatron_nb.synthesis", "megatron_nb.evals"],
     ["megatron_nb.slurm"],
+    ["megatron_nb.sweep"],
     ["megatron_nb.launch"],
     ["megatron_nb.rl_config"],
     [

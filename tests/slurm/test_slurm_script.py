@@ -17,7 +17,7 @@ SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.source
 def job(tmp_path, site="", **settings):
     (tmp_path / "site.yaml").write_text(site)
     config = SlurmConfig(site=str(tmp_path / "site.yaml"), **settings)
-    return Job("a-run", "megatron_nb.sft", tmp_path / "runs" / "a run", config, "seed: 1\n", [])
+    return Job("a-run", "megatron_nb.sft", tmp_path / "runs" / "a run", config, "seed: 1\n")
 
 
 def options(text):
@@ -65,7 +65,7 @@ def test_a_dry_run_prints_the_script_and_touches_nothing(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["sft", *SMALL, *words])
     sft.main()
     text = capsys.readouterr().out
-    assert "#SBATCH --nodes=2" in text and f"--config-dir {tmp_path}/runs/mine/slurm" in text
+    assert "#SBATCH --nodes=2" in text and f"\nrun={tmp_path}/runs/mine\n" in text
     assert list(tmp_path.iterdir()) == []
 
 
