@@ -21,13 +21,14 @@ class Budget:
 
     def cut(self, text: str, tokens: int, mark: str = "\n[cut: {left} more tokens]") -> str:
         """At most `tokens` of the text; where it is longer, `mark` follows."""
-        ends = self._ends(text)
-        if len(ends) <= tokens:
+        if self._surely(text, tokens) or len(ends := self._ends(text)) <= tokens:
             return text
         return text[: ends[tokens - 1]].rstrip() + mark.format(left=len(ends) - tokens)
 
     async def pages(self, text: str, tokens: int) -> list[str]:
         """The text in parts of at most `tokens` each, broken between paragraphs where possible, else lines, else words."""
+        if self._surely(text, tokens):
+            return [text.strip()]
         if len(text) > THREADED:
             return await asyncio.to_thread(self._pages, text, tokens)
         return self._pages(text, tokens)
@@ -46,6 +47,10 @@ class Budget:
             parts.append(text[start:stop])
             start = stop
         return [part.strip() for part in parts if part.strip()] or [""]
+
+    def _surely(self, text: str, tokens: int) -> bool:
+        """Whether it has at most so many tokens, since a token has at least a byte; a tokenizer may put a blank before it."""
+        return len(text) < tokens and len(text.encode("utf-8", "replace")) < tokens
 
     def _ends(self, text: str) -> list[int]:
         """Where each token of the text ends, in characters."""
