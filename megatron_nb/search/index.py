@@ -17,10 +17,9 @@ WORDS = 64  # of a query; the rest is left out
 SNIPPET = 300  # characters
 SEEN = 50_000  # characters of a page in which its snippet is looked for
 WORD = re.compile(r"\w+")
-STOP = frozenset(  # left out of queries that hold other words: twice the speed, and no loss
-    ("a", "an", "and", "are", "as", "at", "be", "by", "did", "do", "does", "for", "from", "has", "have", "how", "in", "is")
-    + ("it", "its", "many", "much", "of", "on", "or", "that", "the", "their", "they", "this", "to", "was", "were", "what")
-    + ("when", "where", "which", "who", "whom", "whose", "why", "will", "with")
+COMMON = (  # left out of queries that hold other words: twice the speed, and no loss
+    "a an and are as at be by did do does for from has have how in is it its many much of on or that the their they this to "
+    "was were what when where which who whom whose why will with"
 )
 
 
@@ -30,21 +29,29 @@ class Index:
     def __init__(self, folder: Path):
         self._index = tantivy.Index.open(str(folder))
         self._searcher = self._index.searcher()
+        builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(40))
+        self._analyzer = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.stemmer("english")).build()
+        self._common = set(self._analyzer.analyze(COMMON))
 
     def __len__(self) -> int:
         return self._searcher.num_docs
 
     def search(self, query: str, k: int) -> list[tuple[int, float]]:
-        """(page id, score), best first; [] for a query without a word."""
-        words = [word for word in WORD.findall(query.lower()) if len(word) <= 40][:WORDS]
-        words = [word for word in words if word not in STOP] or words
-        if not words or k < 1:
+        """(page id, score), best first; [] for a query without a word. No sign in a query has a meaning."""
+        stems = list(dict.fromkeys(self._analyzer.analyze(query.encode("utf-8", "replace").decode())))
+        stems = ([stem for stem in stems if stem not in self._common] or stems)[:WORDS]
+        if not stems or k < 1:
             return []
-        # Lower-case words hold none of the query language's signs or operators.
-        parsed = self._index.parse_query(" ".join(words), ["title", "body"], field_boosts={"title": TITLE_WEIGHT})
-        found = self._searcher.search(parsed, 2 * k, count=False)  # equal scores come in the order of segments
+        found = self._searcher.search(self._any_of(stems), 2 * k, count=False)  # equal scores come in the order of segments
         ranked = [(self._searcher.doc(address)["id"][0], score) for score, address in found.hits]
         return sorted(ranked, key=lambda hit: (-hit[1], hit[0]))[:k]
+
+    def _any_of(self, stems: list[str]) -> tantivy.Query:
+        parts = []
+        for stem in stems:
+            title, body = (tantivy.Query.term_query(self._index.schema, name, stem, "freq") for name in ("title", "body"))
+            parts += [(tantivy.Occur.Should, tantivy.Query.boost_query(title, TITLE_WEIGHT)), (tantivy.Occur.Should, body)]
+        return tantivy.Query.boolean_query(parts)
 
 
 def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: Path, tick: Callable[[int, int], None]) -> None:
@@ -53,7 +60,7 @@ def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: 
     schema = tantivy.SchemaBuilder()
     schema.add_unsigned_field("id", stored=True)
     for name in ("title", "body"):
-        schema.add_text_field(name, tokenizer_name="en_stem", index_option="freq")
+        schema.add_text_field(name, tokenizer_name="en_stem", index_option="freq")  # as in Index
     index = tantivy.Index(schema.build(), str(folder))
     index.reload()
     first = index.searcher().num_docs  # ids are 0, 1, 2, ... and a commit is all or nothing

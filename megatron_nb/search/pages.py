@@ -47,6 +47,7 @@ def clean_title(title: str) -> str:
 
     Idempotent. "" when nothing is left.
     """
+    title = title.encode("utf-8", "replace").decode()  # half a surrogate pair is no letter
     title = SPACES.sub(" ", unicodedata.normalize("NFC", title).partition("#")[0]).strip().removeprefix(":").strip()
     first = title[:1].upper()
     return (first if len(first) == 1 else title[:1]) + title[1:]  # the German sharp s would become two letters

@@ -131,6 +131,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
             thread.join()
+        self._loop.close()
 
     # ------------------------------------------------------------------ a request
     def answer(self, method: str, path: str, token: str, body: bytes) -> Any:

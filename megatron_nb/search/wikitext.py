@@ -242,9 +242,8 @@ def _unmarked(paragraph: str, targets: Any, kind: str) -> tuple[str, list[tuple[
         for begin, end in bounds:
             piece = line[begin:end]
             text = MARKS.sub("", piece)
-            start = length + sum(map(len, clean)) + len(clean)
-            links += [(next(targets), of, start, start + len(text)) for _ in range(piece.count(OPEN))]
+            links += [(next(targets), of, length, length + len(text)) for _ in range(piece.count(OPEN))]
             clean.append(text)
+            length += len(text) + 1
         out.append(" ".join(clean))
-        length += len(out[-1]) + 1
     return "\n".join(out), links

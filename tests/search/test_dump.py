@@ -111,7 +111,7 @@ def test_a_page_of_ten_megabytes_is_read_whole(tmp_path):
     sentence = "The river is long and its water is cold in the winter of every year. "
     part = "== Part ==\n" + sentence * 400 + sentence.replace("river", "[[river]]") + "\n\n"
     text = part * (10_000_000 // len(part))
-    (page,) = parsed(write_dump(tmp_path / "d.xml.bz2", [page_xml("Long", "Lead.\n\n" + text)]))
+    (page,) = parsed(write_dump(tmp_path / "d.xml.gz", [page_xml("Long", "Lead.\n\n" + text)]))
     assert len(text) > 9_900_000 and len(page.links) == text.count("[[river]]")
     assert page.links[-1].sentence == "The river is long and its water is cold in the winter of every year."
     assert len(page.text) > 9_000_000
