@@ -17,7 +17,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.synthesis.refine_arithmetic import END, STEP, faults_of, number, plain, revised, value_of
+from tests.synthesis.refine_arithmetic import END, STEP, faults_of, near, number, plain, revised, value_of
 from tests.synthesis.refine_phrases import LEAKS
 
 ITEMS = {
@@ -29,13 +29,15 @@ ITEMS = {
 RATES = {"form": 0.03, "cut": 0.01, "verdict": 0.01, "slip": 0.04}  # of every reply; a verdict: of every item
 REASONINGS = {"leak": 0.12, "told first": 0.06, "copied": 0.05, "slip": 0.05, "short": 0.04}
 KINDS = {"Write a checklist": "checklist", "Judge the answer": "critique", "Rewrite the answer": "revision",
-         "Below are a task": "reasoning"}  # fmt: skip
+         "Below are a task": "reasoning", "Do these two": "judge"}  # fmt: skip
 
 
 def reply(text: str, rng: random.Random) -> tuple[str, str]:
     """(reply, finish reason) to the text of a request."""
     kind = next((kind for start, kind in KINDS.items() if text.startswith(start)), "draft")
     work = {"checklist": _checklist, "critique": _critique, "revision": _revision, "reasoning": _reasoning}.get(kind, _draft)
+    if kind == "judge":
+        return f"Grade: {int(near(number(part(text, 'first')), number(part(text, 'second'))))}", "stop"
     said = work(text, rng)
     if rng.random() < RATES["form"]:
         said = re.sub(r"</?\w+>|^\d+\.", "", said, flags=re.MULTILINE)
@@ -139,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = body["messages"][-1]["content"]
-        name = hashlib.blake2b(json.dumps([text, body["seed"]]).encode(), digest_size=8).hexdigest()
+        name = hashlib.blake2b(json.dumps([text, body.get("seed")]).encode(), digest_size=8).hexdigest()
         rng = random.Random(name)
         with self.server.lock:
             self.server.asked[name] += 1
