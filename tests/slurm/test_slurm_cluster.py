@@ -1,10 +1,15 @@
 """Stages on a real Slurm: four virtual nodes on this machine (tools/local_slurm.py). `make test-slurm`."""
 
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
+import torch
 
 from tests.jobs.test_resume_job import GOLDEN
 from tests.slurm.cluster_run import Cluster, local_slurm, why_not
@@ -93,3 +98,78 @@ def test_what_slurm_refuses_is_said_with_its_remedy(cluster, tmp_path, site, rem
     (tmp_path / "site.yaml").write_text(site)
     said = cluster.run(*cluster.words("refused", f"launch.slurm.site={tmp_path}/site.yaml"), code=1)
     assert "Slurm refuses the job" in said and remedy in said and "Traceback" not in said
+
+
+def test_a_sweep_is_an_array_with_a_limit_and_a_point_that_fails_stops_no_other(cluster):
+    """Six points of two nodes; one has a learning rate that the stage refuses as it starts."""
+    words = [*cluster.words("sweep", "num_steps=4", "checkpoint.every=100"), "launch.at_once=2"]
+    rows = str(cluster.folder / "rows.jsonl")
+    broken = cluster.folder / "broken.jsonl"
+    broken.write_text("{}\n")
+    said = cluster.run("-m", *words, "optimizer.lr=1e-3,1e-2,3e-2", f"data.sources.a.path={rows},{broken}")
+    job_id = said.rpartition("\njob ")[2].split()[0]
+    running = []
+
+    def over():
+        states = cluster.slurm_says("squeue", "-h", "-r", "-t", "all", "-j", job_id, "-o", "%T").split()
+        running.append(states.count("RUNNING"))
+        return len(states) == 6 and not set(states) - {"COMPLETED", "FAILED"}
+
+    cluster.until("the end of the sweep", over, 600)
+    assert max(running) == 2
+    root = cluster.folder / "runs" / "sweep"
+    subprocess.run([sys.executable, "tools/sweep.py", str(root)], check=True, env=cluster.slurm.env)
+    table = [line.split(",") for line in (root / "sweep.csv").read_text().splitlines()]
+    state = table[0].index("state")
+    assert [row[state] for row in table[1:]] == ["done", "failed"] * 3
+    assert (root / "sweep.png").exists()
+    broken.write_text((cluster.folder / "rows.jsonl").read_text())
+    again = cluster.run("-m", *words, "optimizer.lr=1e-3,1e-2,3e-2", f"data.sources.a.path={rows},{broken}")
+    assert "6 points, 3 of them done" in again
+    cluster.slurm_says("scancel", again.rpartition("\njob ")[2].split()[0])
+
+
+def chain_words(cluster, name):
+    """A chain of three fine-tunings as words of the cascade."""
+    words = [word for word in cluster.words(name) if not word.startswith(("name=", "runs_dir=", "num_steps=", "launch"))]
+    words = [*words, "num_steps=6", "checkpoint.every=2", "launch.slurm.nodes=2", "launch.slurm.ranks_per_node=2"]
+    (cluster.folder / "chain.yaml").write_text(
+        "defaults: [CascadeConfig, _self_]\nstages:\n  one: {stage: sft}\n"
+        "  two: {stage: sft, start_from: one, words: [seed=2]}\n"
+        "  three: {stage: sft, start_from: two, words: [seed=3]}\n"
+    )
+    return [
+        f"--config-dir={cluster.folder}", "--config-name=chain", f"name={name}", f"runs_dir={cluster.folder}/runs",
+        f"words={json.dumps(words)}", "launch=slurm", f"launch.slurm.site={cluster.site}",
+    ]  # fmt: skip
+
+
+def test_a_chain_survives_preemption_and_a_lost_node_with_the_weights_of_an_undisturbed_one(cluster):
+    jobs = {}
+    for name in ("calm", "storm"):
+        said = cluster.run(*chain_words(cluster, name), module="megatron_nb.cascade")
+        jobs[name] = dict(re.findall(r"(\w+) is job (\d+)", said))
+        assert list(jobs[name]) == ["one", "two", "three"]
+        if name == "calm":
+            cluster.ended(jobs[name]["three"], seconds=400)
+            assert "is job" not in cluster.run(*chain_words(cluster, name), module="megatron_nb.cascade")  # all is done
+    storm = jobs["storm"]
+    cluster.until("step 3 of the second stage", lambda: cluster.steps("storm/two") >= 3, 400)
+    urgent = cluster.slurm_says(
+        "sbatch", "--parsable", "-p", "urgent", "-N4", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5"
+    ).strip()
+    cluster.until("the preemption", lambda: cluster.state(storm["two"]) != "RUNNING", 60)
+    cluster.ended(urgent)
+    cluster.until("step 3 of the last stage", lambda: cluster.steps("storm/three") >= 3, 400)
+    node = cluster.slurm_says("squeue", "-h", "-j", storm["three"], "-o", "%B").strip()
+    cluster.slurm.kill_node(node)
+    cluster.until("the requeue", lambda: cluster.state(storm["three"]) != "RUNNING", 120)
+    cluster.slurm.start_node(node)
+    cluster.ended(storm["three"], seconds=400)
+    for stage in ("one", "two", "three"):
+        assert cluster.losses(f"storm/{stage}") == cluster.losses(f"calm/{stage}")
+    storms, calms = cluster.weights("storm/three"), cluster.weights("calm/three")
+    assert storms.keys() == calms.keys() and all(torch.equal(storms[key], calms[key]) for key in calms)
+    said = subprocess.run([sys.executable, "tools/status.py", str(cluster.folder / "runs" / "storm"), "--json"],
+                          capture_output=True, text=True, env=cluster.slurm.env)  # fmt: skip
+    assert [one["state"] for one in json.loads(said.stdout)] == ["done"] * 3
