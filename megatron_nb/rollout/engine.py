@@ -75,7 +75,8 @@ class Stats:
     """Tokens by what the engine's model did with them, on this replica, since it was made.
 
     A stream of L ids in one session, however many turns, adds L - 1 to prefilled + decoded (nobody needs what follows its
-    last id), plus what was lost and had to be read again, less what other streams had read already.
+    last id), plus what was lost and had to be read again, less what other streams had read already. Servers do not say what
+    their prefix caches spare them: there every id of a request counts as prefilled.
     """
 
     prefilled: int = 0  # read as ids of a request

@@ -168,6 +168,10 @@ class NativeEngine:
             for other in left:
                 other.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+        if self._ended:
+            news: News = [], self._ended, []
+            self._tell(news)
+            await self._step(*news)
         self._tell(None)
         error = asyncio.CancelledError("main was cancelled") if task.cancelled() else task.exception()
         return (None, error) if error is not None else (task.result(), None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -55,6 +54,16 @@ class Kept:
     request: DynamicInferenceRequest | None = None  # waits to be scheduled, and will go on with them
 
 
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many ids two streams have in common at their beginning; whole slices compare a hundred times faster than ids."""
+    n, stride = min(len(a), len(b)), 4096
+    for start in range(0, n, stride):
+        stop = min(start + stride, n)
+        if a[start:stop] != b[start:stop]:
+            return next(i for i in range(start, stop) if a[i] != b[i])
+    return n
+
+
 class SessionContext(RolloutContext):
     """Core's cache and scheduling, in which the blocks of sessions outlive their requests.
 
@@ -73,12 +82,7 @@ class SessionContext(RolloutContext):
         kept = self.kept.get(request.session)
         if kept is None:
             return 0
-        ours, theirs = kept.ids.list, request.ids
-        if theirs[: len(ours)] == ours:
-            n = min(kept.length, len(theirs) - 1)
-        else:
-            n = next((i for i, a, b in zip(count(), ours, theirs) if a != b), min(len(ours), len(theirs)))
-            n = min(n, len(theirs) - 1)
+        n = min(_shared(kept.ids.list, request.ids), len(request.ids) - 1)
         block, inside = divmod(n, self.block_size_tokens)
         if inside and self.enable_prefix_caching and self.kv_block_allocator.block_hashes[kept.blocks[block]] != -1:
             n -= inside  # others may read this block by its hash: it is not written to

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_nb.client import Client, ClientConfig, RequestFailed, RequestRefused
 from megatron_nb.model.hf import LiveWeights, WeightSource
 from megatron_nb.parallel.topology import Topology
-from megatron_nb.rollout.engine import Completion, Request, Sampling, Stop
+from megatron_nb.rollout.engine import Completion, Request, Sampling, Stats, Stop
 from megatron_nb.rollout.leader import of_leader, raise_on_every_rank
 from megatron_nb.rollout.server_config import ServerConfig, body_of, stream_of
 from megatron_nb.rollout.server_weights import Sender
@@ -42,7 +42,7 @@ class ServerEngine:
 
     def __init__(self, config: ServerConfig, topology: Topology, probe: Probe | None = None):
         """Collective. probe(ids, start, temperature): the trainer's log-probs of ids[start:]; called on every rank."""
-        self.config, self.topology, self.probe = config, topology, probe
+        self.config, self.topology, self.probe, self.stats = config, topology, probe, Stats()
         self.version, self.replica, self.replicas, self.leads = -1, 0, 1, topology.rank == 0
         self._world = dist.new_group(backend="gloo", timeout=PATIENCE) if topology.world > 1 else None
         self._broken: str | None = "the engine has no weights yet: call load_weights first"
@@ -102,6 +102,8 @@ class ServerEngine:
                 if not ids:
                     continue  # another server may do
                 stop = Stop.ABORT  # what came stands; the caller goes on from there
+            self.stats.prefilled += len(request.ids)
+            self.stats.decoded += max(len(ids) - 1, 0)
             return Completion(ids, logprobs, [version] * len(ids), stop)
 
     async def abort(self, request_id: str) -> None:

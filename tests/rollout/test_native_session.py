@@ -65,7 +65,6 @@ def end(engine, streams: list[Stream]) -> None:
     async def main():
         for stream in streams:
             await engine.end_session(stream.name)
-        await engine.generate(Request("last", [1], Sampling(1), 0))
 
     engine.run(main)
 
@@ -174,34 +173,43 @@ def _interrupted(folder: Path):
     whole, parts, queued = Stream("w", [4] * 20), Stream("p", [4] * 20), Stream("q", [9] * 30)
     sampling = Sampling(30, temperature=TEMPERATURE)
 
+    async def sampled(number):
+        while not any(len(s.ids) >= number for s in engine.sampler.streams.values()):
+            await asyncio.sleep(0)
+
     async def main():
         whole.add((await engine.generate(Request("w", whole.ids, sampling, 7, "w"))).ids)
         before = read(engine)
         await queued.turn(engine, 2)
         first = asyncio.ensure_future(engine.generate(Request("a", parts.ids, sampling, 7, "p")))
         second = asyncio.ensure_future(engine.generate(Request("b", queued.ids + [1], sampling, 7, "q")))
-        while not any(len(s.ids) > 4 for s in engine.sampler.streams.values()):
-            await asyncio.sleep(0)
+        await sampled(5)
         await engine.abort("b")  # while it waits to go on with what is kept
         assert (await second).ids == []
         await engine.abort("a")
         done = await first
         assert done.stop is Stop.ABORT
         parts.add(done.ids)
-        # the request that goes on is told to stop before the aborted one has left
-        gone = asyncio.ensure_future(engine.generate(Request("a", parts.ids, sampling, 7, "p")))
-        await asyncio.sleep(0)
+        # at once, while core still holds the aborted request
+        parts.add((await engine.generate(Request("a", parts.ids, Sampling(3, TEMPERATURE), 7, "p"))).ids)
+        third = asyncio.ensure_future(engine.generate(Request("a", parts.ids, sampling, 7, "p")))
+        await sampled(3)
         await engine.abort("a")
+        parts.add((await third).ids)
+        gone = asyncio.ensure_future(engine.generate(Request("c", parts.ids, sampling, 7, "p")))
+        await asyncio.sleep(0)
+        await engine.abort("c")  # before it could begin
         assert (await gone).ids == []
-        rest = await engine.generate(Request("c", parts.ids, Sampling(30 - len(done.ids), TEMPERATURE), 7, "p"))
-        parts.add(rest.ids)
+        left = 50 - len(parts.ids)
+        parts.add((await engine.generate(Request("d", parts.ids, Sampling(left, TEMPERATURE), 7, "p"))).ids)
+        queued.add([1, 2])  # as the request that was aborted while it waited
         await queued.turn(engine, 2)
         return read(engine) - before
 
     found = engine.run(main)
     assert parts.ids == whole.ids
-    # an aborted request still reads the id that it sampled last, and the next one wants what follows it: at most one twice
-    assert len(parts.ids) + len(queued.ids) - 2 <= found <= len(parts.ids) + len(queued.ids) - 1
+    # an aborted request still reads the id that it sampled last, and the next one wants what follows it: once more each
+    assert found == len(parts.ids) - 1 + 2 + len(queued.ids) - 1
 
     async def cancelled():
         task = asyncio.ensure_future(engine.generate(Request("x", [6] * 20, sampling, 7, "x")))

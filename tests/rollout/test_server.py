@@ -165,6 +165,26 @@ def test_streams_spread_over_servers_and_stay_where_their_prefix_is(engine_of):
         assert [stub.count("/v1/completions") for stub in (one, two)] == [6, 6]
 
 
+def test_a_session_stays_where_its_prefix_is_whatever_its_requests_are_called(engine_of):
+    with StubServer(model=llama()) as one, StubServer(model=llama()) as two:
+        engine = engine_of(one, two)
+        engine.load_weights(Weights(llama(1)), 0)
+        for turn in range(3):  # all at once: without sessions they would be spread anew each turn
+            order = [0, 1, 2, 3] if turn % 2 else [3, 1, 0, 2]
+            ask(engine, *(replace(request(f"{turn}-{i}", seed=i), session=f"s{i}") for i in order))
+        asked = [[body["seed"] for path, body in stub.requests if path == "/v1/completions"] for stub in (one, two)]
+        assert {*asked[0]}.isdisjoint(asked[1])
+        assert sorted(map(len, asked)) == [6, 6]
+        assert (engine.stats.prefilled, engine.stats.decoded) == (12 * len(PROMPT), 12 * 7)
+
+        async def leave():
+            await engine.end_session("s0")
+            await engine.end_session("unknown")
+
+        engine.run(leave)
+        assert sorted(engine._homes) == ["s1", "s2", "s3"]
+
+
 def test_what_the_server_refuses_is_a_value_error_with_its_words(stub, engine_of):
     engine = engine_of(stub)
     engine.load_weights(Weights(llama(1)), 0)
