@@ -140,7 +140,8 @@ def checked(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if known[key]["type"] == "integer" and value is not None:
             if isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}\s*", value):
                 value = int(value)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+            whole = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9
+            if not whole or value != int(value):  # JSON knows 1e400, which is infinite
                 raise BadUse(f"{key} of {name} is {str(value)[:60]!r}, but must be a whole number.")
             value = int(value)
         elif value is not None and (not isinstance(value, str) or not value.strip()):
