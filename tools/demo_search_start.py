@@ -4,7 +4,7 @@ A search agent lives by copying names from results into calls. Attention learns 
 current token stood before, take the one that followed it) only after millions of tokens, which two cores do not see in
 minutes. So two layers are written by hand, everything else is random; training then moves all of it.
 
-    embedding    [token half | 1 | room for the token before]
+    embedding    [token half | 1 | room for the token before]; a word with and without a space before it differ by SPACE alone
     layer 0      head 0 looks one place back, by rotary angle alone, and writes that token's half into the room
     layer 1      heads 0 and 1 look for places whose room holds the current token, and write the token that stands there
 
@@ -18,11 +18,13 @@ from pathlib import Path
 
 import torch
 
+BLANK = "Ġ"  # a space, as byte-level tokenizers write it
 LAYERS, HIDDEN, HEADS, HEAD, MLP, THETA, POSITIONS = 3, 192, 4, 64, 512, 1e6, 1024
 HALF = HIDDEN // 2
 BACK_PAIRS, BACK_LOGIT = 4, 24.0  # rotary pairs that tell the place before from others, and its attention logit
 MATCH_LOGIT = 20.0  # of a place whose room holds the current token
 COPIED = 4.0  # how strongly a found token is written
+SPACE = 0.5  # length of what tells a word behind a space from the same word elsewhere
 STILL = 0.5  # radians that a pair may turn over the longest row
 
 
@@ -31,6 +33,7 @@ def shape(vocabulary: int) -> list[str]:
     told = {
         "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_query_groups": HEADS, "head_dim": HEAD,
         "ffn_hidden_size": MLP, "vocab_size": vocabulary, "max_position_embeddings": POSITIONS,
+        "rope_theta": THETA,
     }  # fmt: skip
     return ["model=tiny", *(f"model.{name}={value}" for name, value in told.items())]
 
@@ -48,17 +51,21 @@ def write_start(folder: Path, tokenizer: Path, seed: int) -> None:
         bos_token_id=None, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
     ))  # fmt: skip
     with torch.no_grad():
-        _embed(model.model.embed_tokens.weight)
+        _embed(model.model.embed_tokens.weight, words.get_vocab())
         _look_back(model.model.layers[0].self_attn)
         _look_up(model.model.layers[1].self_attn)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
 
-def _embed(weight: torch.Tensor) -> None:
+def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
     weight.zero_()
     weight[:, :HALF] = torch.randn(len(weight), HALF) / math.sqrt(HALF)
     weight[:, HALF] = 1
+    space = torch.nn.functional.normalize(torch.randn(HALF), dim=0) * SPACE
+    for word, number in vocabulary.items():
+        if word.startswith(BLANK) and word[1:] in vocabulary:
+            weight[number, :HALF] = weight[vocabulary[word[1:]], :HALF] + space
 
 
 def _turning() -> torch.Tensor:

@@ -18,8 +18,8 @@ from megatron_nb.synthesis.question_answers import Answer
 from megatron_nb.synthesis.question_chain import Draft, Pages, Unusable
 from megatron_nb.synthesis.question_obscure import FUNCTION, GAP, plain_title
 
-FIRST = (5, 7)  # words of the quote that finds the first page
-BEFORE, AFTER = (3, 4), (1, 3)  # words around a gap
+FIRST = (4, 6)  # words of the quote that finds the first page
+BEFORE, AFTER = (3, 3), (1, 2)  # words around a gap
 FOUND = 2  # the search for the first quote must bring its page among so many
 TRIES = 60
 PLAIN = re.compile(r"[A-Za-z0-9 ,.'()-]+")
