@@ -76,7 +76,7 @@ def normalised(text: str) -> str:
     words = " ".join(word for word in "".join(kept).split() if word not in ("a", "an", "the"))
     with suppress(ValueError):
         return str(text2num(words, "en"))
-    return alpha2digit(words, "en")
+    return alpha2digit(words, "en", 0)  # small numbers and ordinals too
 
 
 def _symbol(text: str, i: int) -> str:

@@ -11,6 +11,7 @@ SAME = [
     ("one", "1"), ("twenty-three cows", "23 cows"), ("2.50 km", "2.5 km"), ("O\u2019Brien", "O'Brien"), ("ＡＢＣ", "abc"),
     ("rock & roll", "Rock and Roll"), ("50%", "fifty percent"), ("\u22125", "minus 5"), ("J. R. R. Tolkien", "J R R Tolkien"),
     ("Jean-Paul Sartre", "Jean Paul Sartre"), ("Straße", "STRASSE"), ("two thousand and one", "2001"),
+    ("World War Two", "World War 2"), ("Second Avenue", "2nd avenue"),
     ("3 March 1999", "March 3rd, 1999"), ("1999-03-03", "3 Mar. 1999"), ("03/04/1999", "3 April 1999"),
     ("March 1999", "Mar 1999"),
     ("25/12/2001", "December 25, 2001"), ("the 4th of July 1776", "4 July 1776"),
