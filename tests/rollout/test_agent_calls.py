@@ -7,8 +7,10 @@ from megatron_nb.rollout.tools import SCHEMAS
 
 WIRES = ("hermes", "mcp")
 ODD = {
-    "query": 'a "b" \\ </arguments></tool_call> </use_mcp_tool> \u0639 \U0001f30a\n', "page": 2, "deep": {"x": [None, True, 1.5]},
-}  # fmt: skip
+    "query": 'a "b" \\ </arguments></tool_call> </use_mcp_tool> \u0639 \U0001f30a\n',
+    "page": 2,
+    "deep": {"x": [None, True, 1.5]},
+}
 HEAD = "<use_mcp_tool><server_name>s</server_name>"
 
 
