@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
+from megatron_nb.parallel.topology import Topology
 from megatron_nb.run import Run, run_folder
 from megatron_nb.slurm import Job, SlurmConfig
 from megatron_nb.sweep import gathered
+from megatron_nb.training import memory, preflight
 from megatron_nb.training.watchdog import Watchdog
 
 # What a resumed run may change: how it runs, not what it computes. A derived name does not depend on these either.
@@ -111,6 +113,12 @@ def is_free(key: str, free: tuple[str, ...] = FREE) -> bool:
 def watchdog(config: Any, run: Run) -> Watchdog:
     """What ends a hang of this rank. config: a job's dataclass."""
     return Watchdog(run.logs / f"stacks-rank-{run.rank}.txt", config.launch.hang_factor, config.launch.hang_least_s)
+
+
+def look_around(config: Any, run: Run, place: Topology, pack_tokens: int) -> None:
+    """Collective. ValueError with everything that would make this job fail later. pack_tokens: of a micro-batch."""
+    planned = memory.plan(config.model, config.parallel, place.world, pack_tokens).total / 1e9
+    preflight.check(run.folder, place, config.model.num_parameters, config.checkpoint.keep_last or 1, planned)
 
 
 def open_run(config: Any, job: str) -> Run:

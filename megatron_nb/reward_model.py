@@ -18,7 +18,7 @@ from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.pairs import PairConfig, PairLoader, Unit, open_pairs, packs_of
 from megatron_nb.data.preferences import special_tokens
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, elsewhere, open_run, watchdog, world_of
+from megatron_nb.launch import LaunchConfig, elsewhere, look_around, open_run, watchdog, world_of
 from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise, bounded, ramp
 from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.hf_config import config_to_hf, read_json
@@ -219,6 +219,7 @@ def main(config: RewardModelConfig) -> None:
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, f"reward_{config.kind}") as run, StopSignal(place.device, watchdog(config, run)) as stop:
         log.info("%s\n%s", run.folder, report)
+        look_around(config, run, place, config.seq_len)
         tokenizer = load_tokenizer(
             config.data.tokenizer or (str(origin.hf_folder) if origin.hf_folder else None), config.data.chat_template
         )

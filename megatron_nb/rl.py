@@ -21,7 +21,7 @@ import numpy as np
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import elsewhere, open_run, watchdog
+from megatron_nb.launch import elsewhere, look_around, open_run, watchdog
 from megatron_nb.model.gpt import build
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import Topology
@@ -30,7 +30,7 @@ from megatron_nb.rewards.advantage import credit
 from megatron_nb.rewards.reward import RewardConfig, build_reward, find_judges, find_models
 from megatron_nb.rewards.turn_credit import TurnBaseline
 from megatron_nb.rl_config import RlConfig, compares, describe_job, sampling_of, versus
-from megatron_nb.rollout.agent import Agent, AgentConfig
+from megatron_nb.rollout.agent import Agent
 from megatron_nb.rollout.calls import describe as describe_tools
 from megatron_nb.rollout.collect import Collector, Interrupted
 from megatron_nb.rollout.engine import Engine
@@ -188,10 +188,17 @@ def scorer(config: RewardConfig | None, tokenizer: Any, place: Topology, engine:
     return build_reward(config, tokenizer, place.device).score if engine.leads else "on the leaders"
 
 
-def find_tools(config: AgentConfig) -> None:
-    """Ask what the tools stand on whether it is there, before any model is loaded. Raises ConfigError."""
+def find_services(config: RlConfig) -> None:
+    """Ask for all that rewards and tools stand on, before any model of ours is loaded. Raises ConfigError."""
+    first = int(os.environ.get("RANK", "0")) == 0
+    for reward in filter(None, (config.reward, config.heldout_reward)):
+        find_models(reward)
+        if first:
+            find_judges(reward)
+    if config.agent is None or not first:
+        return
     try:
-        toolbox = Toolbox(config.tools)
+        toolbox = Toolbox(config.agent.tools)
         try:
             asyncio.run(toolbox.ready())
         finally:
@@ -200,29 +207,32 @@ def find_tools(config: AgentConfig) -> None:
         raise ConfigError(f"agent.tools: they cannot be used: {error}") from error
 
 
+def ask(config: RlConfig, tokenizer: Any) -> tuple[Agent | None, PromptSet]:
+    """The agent, None without tools, and the prompts, with its tools in them."""
+    if config.agent is None:
+        return None, open_prompts(config.prompts, tokenizer, config.seed)
+    agent = Agent(config.agent, tokenizer, keep_all_think=config.prompts.keep_all_think)
+    tools = agent.toolbox.schemas
+    told = describe_tools(tools, config.agent.wire)
+    return agent, open_prompts(config.prompts, tokenizer, config.seed, tools, told)
+
+
 @job(RlConfig)
 def main(config: RlConfig) -> None:
     """Run the stage, or describe it."""
     report = describe_job(config)
     if elsewhere(config, "rl", "megatron_nb.rl", report):
         return
-    for reward in filter(None, (config.reward, config.heldout_reward)):
-        find_models(reward)
-        if int(os.environ.get("RANK", "0")) == 0:
-            find_judges(reward)
-    if config.agent is not None and int(os.environ.get("RANK", "0")) == 0:
-        find_tools(config.agent)
+    find_services(config)
     origin = find_origin(config.init_from, config.model)
     frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, "rl") as run, StopSignal(place.device, watchdog(config, run)) as stop:
         log.info("%s\n%s", run.folder, report)
+        look_around(config, run, place, config.update.pack_tokens)
         own = bool(config.prompts.tokenizer or config.prompts.chat_template)
         tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)
-        agent = Agent(config.agent, tokenizer, keep_all_think=config.prompts.keep_all_think) if config.agent else None
-        tools = agent.toolbox.schemas if agent else []
-        told = describe_tools(tools, config.agent.wire) if agent else ""
-        prompts = open_prompts(config.prompts, tokenizer, config.seed, tools, told)
+        agent, prompts = ask(config, tokenizer)
         chunks = build(config.model, config.parallel)
         reference = None
         if config.policy.kl is not None:

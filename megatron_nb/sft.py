@@ -20,7 +20,7 @@ from megatron_nb.data.loader import Loader, Validation
 from megatron_nb.data.packing import collate, pack
 from megatron_nb.data.sources import DataConfig
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, elsewhere, open_run, watchdog, world_of
+from megatron_nb.launch import LaunchConfig, elsewhere, look_around, open_run, watchdog, world_of
 from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.shape import ModelConfig
@@ -189,6 +189,7 @@ def main(config: SftConfig) -> None:
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, "sft") as run, StopSignal(place.device, watchdog(config, run)) as stop:
         log.info("%s\n%s", run.folder, report)
+        look_around(config, run, place, config.seq_len * config.micro_batch_size)
         tokenizer = load_tokenizer(
             config.data.tokenizer or (str(origin.hf_folder) if origin.hf_folder else None), config.data.chat_template
         )
