@@ -138,6 +138,7 @@ def test_vectors_find_what_words_do_not_and_a_stopped_embedding_goes_on(corpus_f
             file.write(b"torn")
         stub.fail(None)
         assert asyncio.run(dense.embed(folder, config)) == 8
+        assert (folder / "dense" / "vectors.f16").stat().st_size == 8 * len(WORDS) * 2
         asked = [text.partition("\n")[0] for body in stub.bodies for text in body["input"]]
         assert sorted(set(asked)) == sorted(Corpus.open(folder).titles()) and len(asked) == 8 + 3  # the refused batch again
         search = dense.HybridSearch(folder, config)
