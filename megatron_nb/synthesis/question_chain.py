@@ -7,6 +7,7 @@ fits the clue. A walk is cut at the first hop that cannot be used; what is left 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from megatron_nb.synthesis.walk import QUOTABLE
 
 PAGES_KEPT, WORDS_KEPT = 4096, 400_000  # in memory
 QUOTED = (20, 500)  # characters of a sentence that is evidence
+END = re.compile(r"[.!?][\"'”’)\]]*$")
 FACT = (40, 220)  # characters of a sentence that can tell about the head
 FACT_WORDS = 5
 FACTS_FROM = 25  # sentences at the page's beginning
@@ -105,8 +107,10 @@ class Pages:
 def evidence_of(page: Any, target: str) -> str | None:
     """The sentence by which a page leads to another; None when no link of it stands in one."""
     for link in page.links:
-        if link.target == target and link.kind.startswith(QUOTABLE) and QUOTED[0] <= len(link.sentence) <= QUOTED[1] \
-                and link.sentence in page.text:  # fmt: skip
+        if link.target != target or not link.kind.startswith(QUOTABLE) or link.sentence not in page.text:
+            continue
+        whole = link.kind.startswith("infobox") or END.search(link.sentence)  # a caption is no sentence
+        if whole and QUOTED[0] <= len(link.sentence) <= QUOTED[1]:
             return link.sentence
     return None
 

@@ -36,7 +36,7 @@ class WalkConfig:
 
     min_steps: int = 5  # links of a walk; 2 to 9
     max_steps: int = 9
-    cutoff: str = "latest"  # ISO day; latest: the newest date of the graph; none: heads are drawn evenly, dated or not
+    cutoff: str = "latest"  # ISO day; latest: the day that 99 % of the dated pages do not pass; none: dates do not matter
     window_days: float = 730.0  # (own) a head's date lies at most so long before the cutoff
     tau_days: float = 180.0  # (own) a head's weight is exp(-age / tau)
     min_degree: int = 8  # (own) of a head
@@ -86,7 +86,7 @@ class Walker:
             if config.cutoff != "latest":
                 cutoff = float((datetime.date.fromisoformat(config.cutoff) - EPOCH).days)
             elif np.isfinite(dated[usable]).any():
-                cutoff = float(np.nanmax(dated[usable]))
+                cutoff = float(np.nanpercentile(dated[usable], 99, method="higher"))  # a few name a year to come
             age = cutoff - dated
             fits &= (age >= 0) & (age <= config.window_days)  # false for nan
         heads = np.flatnonzero(fits)

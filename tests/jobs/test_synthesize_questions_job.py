@@ -116,7 +116,8 @@ def test_quotes_are_written_by_templates_alone(words):
 
 @pytest.mark.parametrize(
     ("words_", "told"),
-    [(["corpus=/nowhere"], "/nowhere holds no finished corpus"), (["walk.min_degree=500", "walk.max_degree=600"], "no page can be")],
+    [(["corpus=/nowhere"], "/nowhere holds no finished corpus"),
+     (["walk.min_degree=500", "walk.max_degree=600"], "no page can be")],  # fmt: skip
 )
 def test_what_no_walk_can_begin_from_is_refused_in_one_line(words, tmp_path, monkeypatch, capsys, words_, told):
     with pytest.raises(SystemExit) as stopped:

@@ -70,6 +70,7 @@ def test_a_chain_quotes_each_hop_and_asks_for_a_value_of_the_last_page():
         ("head_says_too_little", chain_wiki(A=page("A", "a walled harbour", {"B": "It sends barley every autumn to B."}))),
         ("no_evidence", chain_wiki(B=page("B", "a coastal fortress", {"C": ""}))),
         ("no_evidence", chain_wiki(B=page("B", "a coastal fortress", {"C": "See C."}))),  # too short to say anything
+        ("no_evidence", chain_wiki(B=page("B", "a coastal fortress", {"C": "A picture of C from the sea"}))),  # caption
         ("no_evidence", chain_wiki(B=page("B", "a fortress", {"C": "- C, the orchard, and its sheds"}, kind="list"))),
         ("ambiguous_hop", chain_wiki(C=Page("C", f"C lies in the north. {FOUNDED}", (), (), None, None))),  # no clue
         ("no_answer", chain_wiki(C=page("C", "a volcanic orchard in the north"))),

@@ -59,8 +59,9 @@ def test_heads_are_drawn_with_the_weight_of_their_age_within_the_window():
     assert np.abs(share(pages[:, 0], 7) - weight / weight.sum()).max() < 0.015
 
 
-def test_the_latest_date_is_the_cutoff_unless_one_is_given():
+def test_the_latest_date_is_the_cutoff_unless_one_is_given_and_a_date_to_come_is_not_the_latest():
     assert Walker(Graph(ring(4), 4, [10, 20, 30, np.nan]), any_head(cutoff="latest")).cutoff == 30
+    assert Walker(Graph(ring(400), 400, [*range(399), 9000]), any_head(cutoff="latest")).cutoff == 396
 
 
 def test_heads_lie_in_the_degree_band():
