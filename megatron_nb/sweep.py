@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nb import slurm
-from megatron_nb.config import AFTER_SWEEP, ConfigError, sweep_point, to_yaml
+from megatron_nb.config import AFTER_SWEEP, sweep_point, to_yaml
 from megatron_nb.run import run_folder, write_atomic
 from megatron_nb.slurm import STAGE, Job
 
@@ -53,13 +53,13 @@ def differing(points: list[list[str]]) -> list[list[str]]:
 
 
 def name_of(words: list[str]) -> str:
-    """A folder's name: the last part of each key and its value."""
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, _, value in (word.partition("=") for word in words)]
+    """A folder's name: the last part of each key and of its value."""
+    parts = [f"{key.rpartition('.')[2]}={value.rpartition('/')[2]}" for key, _, value in (word.partition("=") for word in words)]
     return re.sub(r"[^\w.+=-]+", "_", "-".join(parts)) or "point"
 
 
 def run_all() -> None:
-    """Run or submit what was gathered. SystemExit 1 when a point failed here; ConfigError when Slurm refuses."""
+    """Run or submit what was gathered. SystemExit 1 when a point failed here."""
     points, _points[:] = list(_points), []
     first, swept = points[0].config, differing([point.words for point in points])
     digest = hashlib.blake2b(json.dumps([point.words for point in points]).encode(), digest_size=4).hexdigest()
@@ -67,8 +67,8 @@ def run_all() -> None:
     runs: dict[str, str] = {}
     for point, words in zip(points, swept):
         folder = root / name_of(words)
-        if str(folder) in runs:
-            raise ConfigError(f"two points of the sweep would be called {folder.name}: their words differ in nothing but signs")
+        if str(folder) in runs:  # values that differ in what a name leaves out
+            folder = root / f"{folder.name}-{hashlib.blake2b(' '.join(words).encode(), digest_size=3).hexdigest()}"
         launch = replace(point.config.launch, kind="local", dry_run=False)
         runs[str(folder)] = to_yaml(replace(point.config, name=folder.name, runs_dir=str(root), launch=launch))
     if first.launch.dry_run:

@@ -17,7 +17,13 @@ SMALL = ["model=tiny", "parallel=cpu1", "context=2k", "data=files", "data.source
 def test_a_point_is_named_by_what_the_others_do_not_have():
     points = [["a=1", "optimizer.lr=1e-3", "model=tiny"], ["a=1", "optimizer.lr=2e-3", "model=tiny"]]
     assert [name_of(words) for words in differing(points)] == ["lr=1e-3", "lr=2e-3"]
-    assert name_of(["data.path=/x/y z"]) == "path=_x_y_z"
+    assert name_of(["data.path=/x/y z"]) == "path=y_z"
+
+
+def test_points_whose_names_would_be_the_same_get_folders_of_their_own(tmp_path, monkeypatch, started):
+    calls, _ = started
+    multirun(monkeypatch, f"runs_dir={tmp_path}", "name=s", "data.tokenizer=/a/t,/b/t")
+    assert len(set(calls)) == 2
 
 
 @pytest.fixture
