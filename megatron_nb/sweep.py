@@ -54,7 +54,8 @@ def differing(points: list[list[str]]) -> list[list[str]]:
 
 def name_of(words: list[str]) -> str:
     """A folder's name: the last part of each key and of its value."""
-    parts = [f"{key.rpartition('.')[2]}={value.rpartition('/')[2]}" for key, _, value in (word.partition("=") for word in words)]
+    split = (word.partition("=") for word in words)
+    parts = [f"{key.rpartition('.')[2]}={value.rpartition('/')[2]}" for key, _, value in split]
     return re.sub(r"[^\w.+=-]+", "_", "-".join(parts)) or "point"
 
 
