@@ -211,13 +211,20 @@ def _interrupted(folder: Path):
     # an aborted request still reads the id that it sampled last, and the next one wants what follows it: once more each
     assert found == len(parts.ids) - 1 + 2 + len(queued.ids) - 1
 
-    async def cancelled():
-        task = asyncio.ensure_future(engine.generate(Request("x", [6] * 20, sampling, 7, "x")))
+    async def begun(name):
+        task = asyncio.ensure_future(engine.generate(Request(name, [6] * 20, sampling, 7, "x")))
         while not engine.sampler.streams:
             await asyncio.sleep(0)
         task.cancel()
+
+    async def cancelled():
+        await begun("x")
+        before = read(engine)
+        await engine.generate(Request("again", [6] * 20, Sampling(2), 7, "x"))  # while core still holds the cancelled one
+        assert read(engine) - before <= 4  # the cancelled one's last step, the prompt's last id, and one sampled
+        await begun("y")
         await engine.end_session("x")  # nothing of it stays
-        await engine.generate(Request("y", [6], Sampling(3), 7))
+        await engine.generate(Request("z", [6], Sampling(3), 7))
 
     engine.run(cancelled)
     assert set(engine.core.context.kept) == {"w", "p", "q"}
