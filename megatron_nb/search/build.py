@@ -54,7 +54,8 @@ def build(source: Path, folder: Path, workers: int | None = None) -> dict[str, A
         pages = PageReader(folder / "pages.sqlite")
         seconds["index"] = _phase("index", len(pages), lambda tick: build_index(pages.texts, folder / "index", tick))
         seconds["graph"] = _phase("graph", len(pages), lambda tick: facts.update(build_graph(pages, folder / "graph", tick)))
-        facts |= {"form": FORM, "seconds": {k: round(v, 2) for k, v in seconds.items()}, "peak_mb": peak_mb()}
+        cpu = round(sum(os.times()[:4]), 2)  # of this process so far, and of its parsers
+        facts |= {"form": FORM, "seconds": {k: round(v, 2) for k, v in seconds.items()}, "cpu_s": cpu, "peak_mb": peak_mb()}
         write_atomic(folder / "build.json", json.dumps(facts, indent=1) + "\n")
         return facts
 
