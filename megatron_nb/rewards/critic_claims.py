@@ -61,11 +61,10 @@ def _denied(claims: list[str], memory: Memory) -> str:
 
 
 def _stands_in(missing: str, results: list[str]) -> bool:
-    """Whether a result has the name that comes first in the text, or all of its telling words in one sentence."""
+    """Whether a result has the name that the text begins with, or else all of its telling words in one sentence."""
     telling = content_words(missing)
-    name = NAMES.match(missing.strip())
-    if name and any(plain(name[0]) in plain(result) for result in results):
-        return True
+    if name := NAMES.match(missing.strip()):
+        return any(plain(name[0]) in plain(result) for result in results)
     return len(telling) > 1 and any(telling <= content_words(one) for result in results for one in sentences(result))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from functools import lru_cache
 
 from megatron_nb.rewards.critic_steps import Step, Task
 from megatron_nb.rollout.calls import Call
@@ -26,10 +27,12 @@ STOP = frozenset(
 )
 
 
-def words(text: str) -> list[str]:
+@lru_cache(maxsize=128)  # a result is looked at by several rules
+def words(text: str) -> tuple[str, ...]:
     """The words of a text, without case and accents."""
-    bare = unicodedata.normalize("NFKD", text.casefold())
-    return WORD.findall("".join(letter for letter in bare if not unicodedata.combining(letter)))
+    if not text.isascii():
+        text = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+    return tuple(WORD.findall(text.casefold()))
 
 
 def content_words(text: str) -> set[str]:
@@ -112,10 +115,11 @@ class Memory:
         self.steps += 1
 
 
-def shingles(text: str) -> set[tuple[str, ...]]:
+@lru_cache(maxsize=8)
+def shingles(text: str) -> frozenset[tuple[str, ...]]:
     found = words(text)
     size = min(SHINGLE, len(found))
-    return {tuple(found[i : i + size]) for i in range(len(found) - size + 1)} if size else set()
+    return frozenset(found[i : i + size] for i in range(len(found) - size + 1)) if size else frozenset()
 
 
 def key_of(call: Call) -> str:

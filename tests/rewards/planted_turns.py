@@ -14,12 +14,13 @@ from tests.rewards.wiki_walker import Turn, Walk, act, call, sentence_with, tell
 # kind -> (criteria that must fail, criteria that may fail as well)
 TRUTH = {
     "good": ((), ()),
+    "fruitless": ((), ("gain",)),  # the walker's first search, where it does not find the page
     "wrong arguments": (("tools",), ("gain", "logic")),  # an error brings nothing
     "repeated query": (("gain",), ("logic",)),
     "ignored evidence": (("logic",), ("gain", "tools")),
     "irrelevant hop": (("gain",), ("logic",)),
 }
-KINDS = tuple(TRUTH)[1:]
+KINDS = tuple(TRUTH)[2:]
 
 
 @dataclass

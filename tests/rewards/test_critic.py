@@ -11,7 +11,7 @@ from megatron_nb.rewards.critic import CriticConfig, judge_turns, loss_flags, mo
 from megatron_nb.rewards.critic_rules import judge_by_rules
 from megatron_nb.rewards.critic_steps import CRITERIA, Task, steps_of
 from tests.rewards.critic_endpoint import CriticEndpoint
-from tests.rewards.planted_turns import TRUTH, episode_of
+from tests.rewards.planted_turns import KINDS, TRUTH, episode_of
 from tests.rewards.wiki_walker import Wiki, toolbox, walk_of
 
 
@@ -60,12 +60,12 @@ def test_rules_find_planted_turns_with_precision_and_recall(wiki, fresh, seed):
     made = episodes(wiki, seed, 45, fresh)
     kinds = Counter(kind for _, _, kinds in made for kind in kinds)
     print(dict(kinds))
-    assert sum(count for kind, count in kinds.items() if kind != "good") >= 100 and min(kinds[kind] for kind in TRUTH) >= 15
+    assert sum(kinds[kind] for kind in KINDS) >= 100 and min(kinds[kind] for kind in KINDS) >= 15
     tasks = [task_of(wiki, row) for row, _, _ in made]
     steps = [steps_of(messages) for _, messages, _ in made]
-    for least, judged in ((0.9, tasks), (0.5, [task.without_reference() for task in tasks])):
+    for least, judged in ((0.95, tasks), (0.7, [task.without_reference() for task in tasks])):
         measured = tally(made, [judge_by_rules(task, turns) for task, turns in zip(judged, steps)])
-        assert all(precision >= 0.9 and recall >= least for precision, recall in measured.values())
+        assert all(precision >= 0.8 and recall >= least for precision, recall in measured.values())
 
 
 def test_a_rule_that_is_taken_away_is_missed(wiki, monkeypatch):
@@ -79,7 +79,7 @@ def test_a_rule_that_is_taken_away_is_missed(wiki, monkeypatch):
 
 def test_a_model_behind_an_endpoint_finds_planted_turns(wiki):
     made = episodes(wiki, 3, 40, False)
-    assert sum(kind != "good" for _, _, kinds in made for kind in kinds) >= 100
+    assert sum(kind in KINDS for _, _, kinds in made for kind in kinds) >= 100
     server = CriticEndpoint()
     config = CriticConfig("endpoint", ClientConfig(server.url, "reader", concurrency=4))
 
@@ -108,5 +108,5 @@ def test_good_turns_are_trained_and_planted_ones_are_not(wiki):
         steps = steps_of(said)
         flags = loss_flags(steps, judge_by_rules(task_of(wiki, row), steps), right=kinds[-1] == "good")
         assert flags[-1] == (kinds[-1] == "good")
-        trained.update((kind == "good", flag) for kind, flag in zip(kinds, flags))
+        trained.update((kind == "good", flag) for kind, flag in zip(kinds, flags) if kind != "fruitless")
     assert trained[True, 1] > 20 * trained[True, 0] and trained[False, 0] > 20 * trained[False, 1]

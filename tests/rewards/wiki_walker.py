@@ -71,7 +71,8 @@ class Wiki:
         for word in set(tokens(query)) - COMMON:
             for title in self._index.get(word, ()):
                 scores[title] += log(len(self.pages) / len(self._index[word])) * (2 if word in tokens(title) else 1)
-        return [Hit(title, self.pages[title][:220], score) for title, score in scores.most_common(k)]
+        best = sorted(scores, key=lambda title: (-round(scores[title], 6), title))[:k]
+        return [Hit(title, self.pages[title][:220], scores[title]) for title in best]
 
     async def page(self, title: str) -> str | None:
         return self.pages.get(title)
@@ -162,6 +163,7 @@ async def _turns(wiki, rng, path, evidence, head, answer, proof) -> list[Turn]:
         f"Clue one: {head[:240]}",
     ]), [call("search", query=" ".join(words))])]  # fmt: skip
     if f"] {path[0]}\n" not in found:
+        turns[0].kind = "fruitless"
         turns.append(Turn(f"None of these is it. It might be {path[0]}, as far as I know.", [call("search", query=path[0])]))
     turns.append(Turn(rng.choice([f"{path[0]} fits the first clue.", f"That sounds like {path[0]}. I read about {path[0]}."]),
                       [call("open_page", title=path[0])]))  # fmt: skip
