@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_nb.config import job, to_yaml
-from megatron_nb.launch import LaunchConfig, open_run
+from megatron_nb.config import job
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.rewards.judging import CodeJudge, JudgeConfig
 from megatron_nb.run import Run, write_atomic
 from megatron_nb.sandbox.ladder import LADDER, UNKNOWN
@@ -138,9 +138,9 @@ def synthesize(run: Run, config: ComplexityConfig) -> None:
 @job(ComplexityConfig, "synthesize_complexity")
 def main(config: ComplexityConfig) -> None:
     """Run the stage, or describe it."""
-    if config.launch.dry_run:
-        counts = ", ".join(f"{file} {getattr(config, file)}" for file in FILES)
-        print(f"{to_yaml(config)}\nprograms     {counts}; of others {', '.join(config.sources) or 'none'}")
+    counts = ", ".join(f"{file} {getattr(config, file)}" for file in FILES)
+    report = f"programs     {counts}; of others {', '.join(config.sources) or 'none'}"
+    if elsewhere(config, "synthesize_complexity", "megatron_nb.synthesize_complexity", report):
         return
     with open_run(config, "synthesize_complexity") as run:
         synthesize(run, config)

@@ -9,39 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
-import hashlib
-import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-import yaml
 
-from megatron_nb.config import flatten, job, to_yaml
-from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.launch import LaunchConfig, open_run
-from megatron_nb.model.gpt import build, check_layout
-from megatron_nb.model.hf import LiveWeights
-from megatron_nb.model.hf_config import config_from_hf
-from megatron_nb.model.shape import ModelConfig
+from megatron_nb.config import flatten, job
+from megatron_nb.launch import LaunchConfig, elsewhere, open_run
+from megatron_nb.model.gpt import check_layout
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.records import Group, Prompt, Rollout, Score
 from megatron_nb.rewards.reward import RewardConfig, build_reward, check_reward
 from megatron_nb.rollout.agent import seed_of
-from megatron_nb.rollout.native import NativeConfig, NativeEngine
+from megatron_nb.rollout.native import NativeConfig
 from megatron_nb.run import Run
-from megatron_nb.synthesis.answers import Answer, AnswererConfig, EndpointAsker, EngineAsker, Question, answer_all
+from megatron_nb.synthesis.answers import Answer, AnswererConfig, Asker, Question, answer_all
+from megatron_nb.synthesis.asking import decides, ledger_name, shape_of, with_asker
 from megatron_nb.synthesis.ledger import Ledger, Progress
 from megatron_nb.synthesis.preferences import Judged, PairsConfig, QuestionConfig, read_questions, write_pairs
-from megatron_nb.training.checkpoint_folder import resolve
-from megatron_nb.training.start import find_origin, load_start
 
 log = logging.getLogger(__name__)
 SIDES = ("strong", "weak")
@@ -85,14 +73,6 @@ class PreferencesConfig:
             check_reward(self.judge)
 
 
-def shape_of(path: str) -> ModelConfig:
-    """The shape of a checkpoint of any kind. ValueError when there is none."""
-    step = resolve(path)
-    if step is None:
-        return config_from_hf(path)
-    return ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
-
-
 def describe_job(config: PreferencesConfig, questions: list[Question], dropped: Counter) -> str:
     """What the dry run prints below the configuration. ValueError when it cannot run."""
     lines = [
@@ -113,62 +93,21 @@ def describe_job(config: PreferencesConfig, questions: list[Question], dropped: 
     return "\n".join(lines)
 
 
-def ledger_name(kind: str, *told: Any) -> str:
-    """KIND-DIGEST of everything that decides the rows, so that a changed configuration does not meet the old ones."""
-    text = json.dumps(told, sort_keys=True, default=str)
-    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-
-
-def decides(answerer: AnswererConfig) -> dict[str, Any]:
-    """What of an answerer's settings decides its answers."""
-    told = flatten(answerer)
-    if answerer.endpoint:
-        return {key: told[key] for key in told if not key.startswith("endpoint.")} | {"endpoint": answerer.told}
-    return told | {"checkpoint": str(resolve(answerer.checkpoint) or answerer.checkpoint)}
-
-
 def sample(
     side: str, questions: list[Question], config: PreferencesConfig, place: Topology, folder: Path, name: str
 ) -> Ledger:  # fmt: skip
     """This side's answers to every question, on disk. Collective."""
-    answerer = getattr(config, side)
+    answerer, ledger = getattr(config, side), Ledger(folder, name, place.rank)
 
-    def asking(asker: Any, share: list[Question], ledger: Ledger) -> Callable[[], Awaitable[None]]:
-        return lambda: answer_all(asker, share, ledger, side, answerer.samples, config.seed, config.concurrency)
+    async def work(asker: Asker, share: int, shares: int) -> None:
+        mine = questions[share::shares]
+        await answer_all(asker, mine, ledger, side, answerer.samples, config.seed, config.concurrency)
 
-    if answerer.endpoint:
-        ledger = Ledger(folder, name, place.rank)
-        asyncio.run(asking(EndpointAsker(answerer), questions[place.rank :: place.world], ledger)())
-    else:
-        ledger = Ledger(folder, name, place.rank)
-        done = all(question.id in ledger for question in questions)
-        if not _on_all(done):
-            sample_checkpoint(answerer, questions, config, place, ledger, asking)
+    if not _on_all(all(question.id in ledger for question in questions)):
+        with_asker(answerer, work, place, config.seed, config.parallel, config.engine, config.max_prompt_tokens)
     dist.barrier()
     ledger.read()
     return ledger
-
-
-def sample_checkpoint(
-    answerer: AnswererConfig, questions: list[Question], config: PreferencesConfig, place: Topology, ledger: Ledger,
-    asking: Callable[..., Callable[[], Awaitable[None]]],
-) -> None:  # fmt: skip
-    """Load the checkpoint, make an engine, ask this replica's share."""
-    model = shape_of(answerer.checkpoint)
-    origin = find_origin(answerer.checkpoint, model)
-    tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
-    chunks = build(model, config.parallel)
-    load_start(origin, chunks, model, config.seed)
-    engine = NativeEngine(config.engine, model, place)
-    engine.load_weights(LiveWeights(chunks, model), version=0)
-    longest = config.engine.max_sequence_length or model.max_position_embeddings
-    asker = EngineAsker(engine, tokenizer, answerer, min(config.max_prompt_tokens, longest - answerer.max_tokens))
-    try:
-        engine.run(asking(asker, questions[engine.replica :: engine.replicas], ledger))
-    finally:
-        engine.close()
-    del chunks, engine, asker
-    gc.collect()
 
 
 def _on_all(value: bool) -> bool:
@@ -271,8 +210,7 @@ def main(config: PreferencesConfig) -> None:
     config.validate()
     questions, dropped = read_questions(config.prompts, config.seed)
     report = describe_job(config, questions, dropped)
-    if config.launch.dry_run:
-        print(to_yaml(config) + "\n" + report if int(os.environ.get("RANK", "0")) == 0 else "", end="")
+    if elsewhere(config, "synthesize", "megatron_nb.synthesize_preferences", report):
         return
     place = topology.initialize(config.parallel, config.seed)
     with open_run(config, "synthesize") as run:

@@ -39,7 +39,7 @@ from megatron_nb.rollout.native import NativeConfig, NativeEngine
 from megatron_nb.run import write_atomic, write_summary
 from megatron_nb.sandbox.ladder import LADDER, UNKNOWN, rank
 from megatron_nb.synthesis.answers import AnswererConfig, EngineAsker
-from megatron_nb.synthesize_preferences import shape_of
+from megatron_nb.synthesis.asking import shape_of
 from megatron_nb.training.start import find_origin, load_start
 
 CACHE_GB = 0.5  # keys and values of the answers under way
