@@ -42,7 +42,7 @@ def test_a_trace_is_shown_with_its_turns_calls_results_and_scores(traced, capsys
     assert (bad.status, bad.reward) == ("invalid", None) and "search failed" in bad.reason and bad.count("failed") == 1
     assert trajectory.main([str(traced), "--limit", "0"]) == 0
     shown = capsys.readouterr().out
-    expected = ("a/0", "b/0", "invalid", "reward 0.75", '{"query": "river"}', "cannot be read", "Error: ", "It is Nantes.", "hm")
+    expected = ("a/0", "b/0", "invalid", "reward 0.75", '{"query": "river"}', "cannot be read", "Error: ", "It is Nantes.")
     assert not [told for told in expected if told not in shown]
     assert "[bold red]not markup" in shown and "\x1b[31mred" not in shown and "\u202e" not in shown
     assert trajectory.main([str(traced), "--status", "invalid"]) == 0 and "no route" in capsys.readouterr().out
