@@ -8,6 +8,7 @@ from megatron_nb.records import Conversation, Prompt
 from megatron_nb.rollout.agent import episode, seed_of
 from megatron_nb.rollout.engine import Completion, Sampling, Stop
 from tests.data.data_tokenizers import tiny
+from tests.rollout.agent_setup import agent_of, call, prompt_of
 
 TOKENIZER = tiny()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -87,3 +88,53 @@ def test_seeds_are_fixed_for_ever_and_their_parts_do_not_run_together():
 
 
 SEED = 204456241673900
+
+
+class Sessions(Script):
+    """Also notes the sessions that were ended, and how many ids it was given."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.lengths, self.ended = [], []
+
+    async def generate(self, request):
+        self.lengths.append(len(request.ids))
+        return await super().generate(request)
+
+    async def end_session(self, session):
+        self.ended.append(session)
+
+
+def test_an_aborted_turn_of_an_agent_goes_on_within_its_turn_and_session():
+    agent, said = agent_of(TOKENIZER), [*TOKENIZER(call()).input_ids, END]
+    prompt, parts = prompt_of(TOKENIZER), [(said[:3], 4, Stop.ABORT), ([], 5, Stop.ABORT), (said[3:], 6, Stop.EOS)]
+    engine = Sessions(*parts, ([*SAID, END], 6, Stop.EOS))
+    names = {"group_id": "g", "index": 3, "seed": 11, "tokenizer": TOKENIZER, "agent": agent}
+    (row,) = asyncio.run(episode(engine, prompt, Sampling(200, stop_ids=(END,)), **names))
+    assert row.status == "done" and row.text == "some words of an answer" and [turn.calls for turn in row.turns] == [1, 0, 0]
+    assert row.ids[: len(said)] == said and row.weight_version[: len(said)] == [4] * 3 + [6] * (len(said) - 3)
+    start, before = len(prompt.ids), row.turns[2].start
+    assert engine.lengths == [start, start + 3, start + 3, start + before] and len({r.seed for r in engine.requests}) == 4
+    assert {r.session for r in engine.requests} == {"g/3"} and engine.ended == ["g/3"]
+
+
+def test_an_engine_out_of_reach_ends_the_session_and_is_told_in_the_trace():
+    engine, notes = Sessions(), []
+    engine.generate = lambda request: (_ for _ in ()).throw(OSError("gone"))
+    names = {"group_id": "g", "index": 0, "seed": 1, "tokenizer": TOKENIZER, "agent": agent_of(TOKENIZER)}
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(episode(engine, prompt_of(TOKENIZER), Sampling(5), **names, trace=notes.append))
+    assert engine.ended == ["g/0"] and notes[0]["status"] == "invalid" and "gone" in notes[0]["reason"]
+
+
+def test_an_agent_that_is_cancelled_is_traced_as_stopped():
+    engine, notes = Sessions(([], 0, None)), []
+    names = {"group_id": "g", "index": 0, "seed": 1, "tokenizer": TOKENIZER, "agent": agent_of(TOKENIZER)}
+
+    async def main():
+        async with asyncio.timeout(0.05):
+            await episode(engine, prompt_of(TOKENIZER), Sampling(5), **names, trace=notes.append)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert notes[0]["status"] == "stopped" and engine.aborted and engine.ended == ["g/0"]
