@@ -14,7 +14,7 @@ import torch
 from tests.jobs.test_resume_job import GOLDEN
 from tests.slurm.cluster_run import Cluster, local_slurm, why_not
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture(scope="module")
