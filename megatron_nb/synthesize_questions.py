@@ -36,7 +36,7 @@ MOVABLE = ("timeout_s", "deadline_s", "retries", "pause_s", "max_pause_s", "conc
 class QuestionsConfig:
     """One stage of question synthesis."""
 
-    corpus: str  # folder made by `python -m megatron_nb.search build`
+    corpus: str = ""  # folder made by `python -m megatron_nb.search build`
     name: str | None = None  # run folder runs_dir/name; None: derived from the configuration
     runs_dir: str = "runs"
     seed: int = 1234
@@ -149,6 +149,9 @@ def facts_of(config: QuestionsConfig, corpus: Corpus, source: str) -> dict[str, 
 @job(QuestionsConfig, "synthesize_questions")
 def main(config: QuestionsConfig) -> None:
     """Run the stage, or describe it."""
+    if not config.corpus:
+        command = "python -m megatron_nb.search build SOURCE --out FOLDER"
+        raise ValueError(f"corpus is not given: build one with `{command}`, then give corpus=FOLDER")
     corpus = Corpus.open(config.corpus)
     report = describe_job(config, corpus)
     if elsewhere(config, "synthesize_questions", "megatron_nb.synthesize_questions", report):

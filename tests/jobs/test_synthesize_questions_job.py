@@ -116,7 +116,7 @@ def test_quotes_are_written_by_templates_alone(words):
 
 @pytest.mark.parametrize(
     ("words_", "told"),
-    [(["corpus=/nowhere"], "/nowhere holds no finished corpus"),
+    [(["corpus=/nowhere"], "/nowhere holds no finished corpus"), (["corpus="], "corpus is not given"),
      (["walk.min_degree=500", "walk.max_degree=600"], "no page can be")],  # fmt: skip
 )
 def test_what_no_walk_can_begin_from_is_refused_in_one_line(words, tmp_path, monkeypatch, capsys, words_, told):
