@@ -24,6 +24,7 @@ from megatron_nb.search.articles import Articles
 from megatron_nb.search.dump import Dump, Mark
 from megatron_nb.search.graph import build_graph
 from megatron_nb.search.index import build_index
+from megatron_nb.search.pages import Unread
 from megatron_nb.search.progress import Progress, peak_mb
 from megatron_nb.search.store import PageReader, PageWriter
 from megatron_nb.search.wikispeedia import Wikispeedia
@@ -108,6 +109,10 @@ def _read(reader: Any, source: Path, folder: Path, print_of: str, workers: int) 
         progress = Progress("pages", reader.size)
         before = facts["broken"]
         for mark, entries in _parsed(reader, begin, workers):
+            for entry in entries:
+                if isinstance(entry, Unread):
+                    reader.unread(entry)
+            entries = [entry for entry in entries if not isinstance(entry, Unread)]
             facts["broken"] = dict(Counter(before) + Counter(reader.broken))
             writer.write(entries, {"mark": (mark.offset, mark.skip), "facts": facts})
             progress.at(reader.at, len(entries))

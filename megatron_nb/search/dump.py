@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nb.search.dates import date_of
-from megatron_nb.search.pages import Link, Page, Redirect, clean_title, kind_of_title
+from megatron_nb.search.pages import Link, Page, Redirect, Unread, clean_title, kind_of_title
 from megatron_nb.search.wikitext import Namespaces, plain
 
 CHUNK = 1 << 20  # bytes of the file read at once
@@ -71,7 +71,7 @@ class Dump:
             if page is not None:
                 yield after, page
 
-    def parse(self) -> Callable[[RawPage], Page | Redirect]:
+    def parse(self) -> Callable[[RawPage], Page | Redirect | Unread]:
         """What makes a page of a raw one; picklable, for other processes."""
         return Parser(self.namespaces)
 
@@ -147,6 +147,10 @@ class Dump:
         stamp = (revision.findtext("timestamp") or "").strip()
         return RawPage(title, text, target, stamp[:10] if re.match(r"\d{4}-\d\d-\d\dT", stamp) else None)
 
+    def unread(self, page: Unread) -> None:
+        """Count and name a page that the parser failed on."""
+        self._broke("wikitext", f"{page.why}: title {page.title!r}")
+
     def _broke(self, reason: str, what: str) -> None:
         self.broken[reason] = self.broken.get(reason, 0) + 1
         if self.broken[reason] <= 20:
@@ -157,11 +161,14 @@ class Dump:
 class Parser:
     namespaces: Namespaces
 
-    def __call__(self, raw: RawPage) -> Page | Redirect:
+    def __call__(self, raw: RawPage) -> Page | Redirect | Unread:
         """Plain text, links and dates of a page."""
         if raw.redirect:
             return Redirect(raw.title, raw.redirect)
-        page = plain(raw.wikitext, self.namespaces)
+        try:
+            page = plain(raw.wikitext, self.namespaces)
+        except Exception as error:  # of the wikitext parser's own faults: one page may not end a build of hours
+            return Unread(raw.title, f"{type(error).__name__}: {error}")
         links = tuple(Link(target, kind, page.text[a:b]) for target, kind, a, b in page.links)
         kind = "disambiguation" if page.is_disambiguation else kind_of_title(raw.title)
         date = date_of(page.lead, page.categories, raw.revised)

@@ -42,6 +42,14 @@ class Redirect:
     target: str
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A page that the parser failed on."""
+
+    title: str
+    why: str
+
+
 def clean_title(title: str) -> str:
     """A title as the corpus spells it: composed letters, single spaces, first letter upper case, no #section.
 

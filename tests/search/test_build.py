@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_nb.search import dump as dump_module
 from megatron_nb.search import graph as graph_module
 from megatron_nb.search.__main__ import main
 from megatron_nb.search.build import build
@@ -120,6 +121,21 @@ def test_redirects_in_loops_lead_nowhere_and_are_counted(tmp_path):
     facts = {"redirects": 22, "redirects_in_loops": 5, "redirects_to_missing_pages": 1, "links": 0, "links_to_missing_pages": 3}
     assert {name: corpus.facts[name] for name in facts} == facts
     assert [link.target for link in corpus.page("one").links] == ["Home", "Into", "Self", "Lost", "Home", "Home"]
+
+
+def test_a_page_that_the_parser_fails_on_costs_itself_and_is_counted(tmp_path, monkeypatch, caplog):
+    real = dump_module.plain
+
+    def failing(text, namespaces):
+        if "Page 7 of" in text:
+            raise RecursionError("too deep")
+        return real(text, namespaces)
+
+    monkeypatch.setattr(dump_module, "plain", failing)
+    build(write_dump(tmp_path / "d.xml", wiki(20)), tmp_path / "c", 1)
+    corpus = Corpus.open(tmp_path / "c")
+    assert len(corpus) == 19 and corpus.page("Page 7") is None and corpus.facts["broken"] == {"wikitext": 1}
+    assert "RecursionError: too deep: title 'Page 7'" in caplog.text
 
 
 def test_dates_and_kinds_are_in_the_graph(tmp_path):
