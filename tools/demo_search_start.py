@@ -24,7 +24,7 @@ HALF = HIDDEN // 2
 BACK_PAIRS, BACK_LOGIT = 4, 24.0  # rotary pairs that tell the place before from others, and its attention logit
 MATCH_LOGIT = 20.0  # of a place whose room holds the current token
 COPIED = 4.0  # how strongly a found token is written
-SPACE = 0.5  # length of what tells a word behind a space from the same word elsewhere
+SPACE = 0.7  # distance of a word behind a space from the same word elsewhere
 STILL = 0.5  # radians that a pair may turn over the longest row
 
 
@@ -62,10 +62,11 @@ def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
     weight.zero_()
     weight[:, :HALF] = torch.randn(len(weight), HALF) / math.sqrt(HALF)
     weight[:, HALF] = 1
-    space = torch.nn.functional.normalize(torch.randn(HALF), dim=0) * SPACE
+    space = torch.nn.functional.normalize(torch.randn(HALF), dim=0) * SPACE / 2
     for word, number in vocabulary.items():
-        if word.startswith(BLANK) and word[1:] in vocabulary:
-            weight[number, :HALF] = weight[vocabulary[word[1:]], :HALF] + space
+        if word.startswith(BLANK) and (alone := vocabulary.get(word[1:])) is not None:
+            weight[number, :HALF] = weight[alone, :HALF] + space
+            weight[alone, :HALF] -= space
 
 
 def _turning() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The oracle: it copies what the tools say, says nothing they did not, errs in ways a critic drops, and repeats itself by seed."""
+"""The oracle: it copies what the tools say, and nothing else; it errs in ways that a critic drops; a seed decides its way."""
 
 import asyncio
 from collections import Counter
@@ -13,8 +13,10 @@ from megatron_nb.synthesis.oracle import ERRORS, UNKNOWN, Oracle
 from megatron_nb.synthesis.trajectories import AttemptConfig, attempt
 from tests.synthesis.scripted_teacher import PAGES, ROW, toolbox
 
-QUOTED = {**ROW, "answer_evidence": "Its river is the Dunmere, which floods in spring.",
-          "clues": ["town in the hills", "bridge was built by ___ in", "was born in ___ and", "river is the ___ , which"]}  # fmt: skip
+QUOTED = {
+    **ROW, "answer_evidence": "Its river is the Dunmere, which floods in spring.",
+    "clues": ["town in the hills", "bridge was built by ___ in", "was born in ___ and", "river is the ___ , which"],
+}  # fmt: skip
 DESCRIBED = {**QUOTED, "clues": ["a small town in some hills", "its bridge was built by a certain name", "an engineer",
                                  "a valley", "Its river is ___, which floods"]}  # fmt: skip
 for row in (QUOTED, DESCRIBED):

@@ -17,11 +17,13 @@ TEXTS = {
     "Alba": "Alba is a small town in the green hills of the far north. Its old stone bridge was built by Brunel Marsh in 1871. "
             "The market on the square sells apples, honey and wool to travellers from the coast every second week.",
     "Brunel Marsh": "Brunel Marsh was an engineer. In a letter he says that he was born in Cortona Vale and left it as a boy.",
-    "Cortona Vale": "Cortona Vale is a deep valley. Every spring the villagers carry lanterns down to the river Dunmere at night. "
+    "Cortona Vale": "Cortona Vale is a deep valley. Every spring the villagers carry lanterns to the river Dunmere at night. "
                     "The oldest mill of the valley was bought by the painter Ilse Korn for her studio.",
 }  # fmt: skip
-LINKS = {"Alba": [("Brunel Marsh", "Its old stone bridge was built by Brunel Marsh in 1871.")],
-         "Brunel Marsh": [("Cortona Vale", "In a letter he says that he was born in Cortona Vale and left it as a boy.")]}  # fmt: skip
+LINKS = {
+    "Alba": [("Brunel Marsh", "Its old stone bridge was built by Brunel Marsh in 1871.")],
+    "Brunel Marsh": [("Cortona Vale", "In a letter he says that he was born in Cortona Vale and left it as a boy.")],
+}
 
 
 class Wiki:
