@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megatron_nb.client import Client, ClientConfig
 from megatron_nb.rollout.agent import seed_of
+from megatron_nb.synthesis.oracle import Oracle
 from megatron_nb.synthesis.trajectories import ROLES, Teacher
 
 
@@ -57,8 +58,6 @@ class Teachers:
     def __call__(self, row: dict[str, Any], number: int) -> Teacher:
         seed = seed_of(self.seed, row["id"], number)
         if self.config.kind == "oracle":
-            from megatron_nb.synthesis.oracle import Oracle
-
             return Oracle(row, seed)
         return EndpointTeacher(self.config, self.clients, seed)
 
