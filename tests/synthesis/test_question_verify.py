@@ -55,8 +55,9 @@ BREAKS = {
         evidence=row["path"][0]["evidence"][:-1] + "!")),
     "evidence of another page": ("links", lambda row: row["path"][1].update(evidence=row["path"][0]["evidence"])),
     "empty evidence": ("links", lambda row: row["path"][0].update(evidence="")),
-    "a sentence of the page that links elsewhere": ("links", lambda row: row["path"][0].update(
-        evidence=next(one["text"] for one in rows() if one["title"] == row["path"][0]["title"]).split("\n\n")[0])),
+    "a sentence of the page that links elsewhere": ("links", lambda row: row["path"][0].update(evidence=next(
+        one for one in said(rows()[0]) if "settlement" in one and one != row["path"][0]["evidence"]))),
+    "a sentence of the page that does not link": ("links", lambda row: row["path"][0].update(evidence=said(rows()[0])[0])),
     "two pages exchanged": ("form", lambda row: row["path"].insert(1, row["path"].pop(2))),
     "a link that leads past the next page": ("form", lambda row: row["path"][0].update(link=row["path"][2]["title"])),
     "a last page that leads on": ("form", lambda row: row["path"][-1].update(link="Brandor")),
