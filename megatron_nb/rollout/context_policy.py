@@ -47,6 +47,7 @@ class Context:
         self.keep_last, self.clear_every, self.max_tokens, self.strip = keep_last, clear_every, max_tokens, strip
         self.pieces: list[Piece] = []  # after the prompt, the last turn included
         self.kept = 0  # results of tools that stand in the context
+        self._cleared = 0  # pieces before this one hold no result that could be removed
         request = frame.suffix([REQUEST])
         self.summary_tokens = summary_tokens
         self.reserve = len(request) + 1 + summary_tokens if policy == "summarise" else 0  # 1: an end of turn that may lack
@@ -104,8 +105,8 @@ class Context:
         self.prompt = Prompt(conversation, self._rendered(messages), self.prompt.data)
         if not self._fits(len(self.prompt.ids)):
             return False
-        self.pieces, self.kept = [], 0
-        self.rows.open(self.prompt.ids)
+        self.pieces, self.kept, self._cleared = [], 0, 0
+        self.rows.open(list(self.prompt.ids))
         return True
 
     # ------------------------------------------------------------------ cutting
@@ -116,9 +117,11 @@ class Context:
     def _clear(self) -> None:
         """Replace all results but the last `keep_last`, and those of the last turn."""
         surplus = self.kept - self.keep_last
-        for piece in self.pieces[:-1]:
+        for place in range(self._cleared, len(self.pieces) - 1):
+            piece = self.pieces[place]
             if surplus <= 0:
                 break
+            self._cleared = place  # what stands before it has nothing left to remove
             if piece.texts is None or piece.removed == len(piece.texts):
                 continue
             now = min(surplus, len(piece.texts) - piece.removed)
@@ -140,7 +143,9 @@ class Context:
             assert ids[-len(last.ids) :] == last.ids, "the rendering of a history ends with the frame of its last results"
             before = ids[: -len(last.ids)]
         else:
-            before = self.prompt.ids + [id_ for piece in self.pieces[:-1] for id_ in piece.ids]
+            before = list(self.prompt.ids)
+            for piece in self.pieces[:-1]:
+                before += piece.ids
         if len(before) + len(last.ids) >= limit:
             return False
         self.rows.open(before)

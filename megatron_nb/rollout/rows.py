@@ -19,7 +19,7 @@ class Rows:
         self._names = {"sampling": sampling, "seed": seed, "group_id": group_id, "index": index}
         self.rows: list[Rollout] = []
         self.sampled_turns = 0
-        self.open(prompt_ids)
+        self.open(list(prompt_ids))
 
     @property
     def row(self) -> Rollout:
@@ -27,10 +27,10 @@ class Rows:
         return self.rows[-1]
 
     def open(self, prompt_ids: list[int]) -> None:
-        """Begin a row."""
+        """Begin a row; the list of ids is its own from now on."""
         self.ids = list(prompt_ids)
         fields = {"ids": [], "sampled_mask": [], "logprob": [], "weight_version": [], "turn_id": [], "turns": []}
-        self.rows.append(Rollout(list(prompt_ids), **fields, status="", segment=len(self.rows), **self._names))
+        self.rows.append(Rollout(prompt_ids, **fields, status="", segment=len(self.rows), **self._names))
 
     def begin(self) -> int:
         """Begin an assistant turn. Its number in the episode, from 1."""
