@@ -28,7 +28,8 @@ from megatron_nb.synthesis.questions import Kept, Maker, make_all
 from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
 
 log = logging.getLogger(__name__)
-FREE = ("name", "runs_dir", "corpus", "train", "launch", "concurrency", "attempts")  # what does not decide what an attempt gives
+# what does not decide what an attempt gives
+FREE = ("name", "runs_dir", "corpus", "train", "launch", "concurrency", "attempts")
 MOVABLE = ("timeout_s", "deadline_s", "retries", "pause_s", "max_pause_s", "concurrency", "rate", "cache", "api_key_env")
 
 
