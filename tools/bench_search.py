@@ -2,11 +2,13 @@
 
     python tools/bench_search.py [--data FOLDER] [--rounds 3] [--queries 200] [--copies 10] [--out runs/bench-search]
 
-Articles: those of wikispeedia; every engine indexes the same texts and answers the same questions with its 10 best, in
-turns, medians of wall time, one process. Recall: the paragraphs of XQuAD among those of 2WikiMultihopQA; the share of XQuAD's
+Articles: those of wikispeedia; every engine indexes the same texts and answers the same questions with its 10 best, in turns,
+medians of wall time, one process. Recall: the paragraphs of XQuAD among those of 2WikiMultihopQA; the share of XQuAD's
 questions whose own paragraph is among the first 10. Dump: `build` of a short Wikipedia dump and of one that is --copies times
 as long, each in a process of its own, for the rate and the peak of memory; and what the rate makes of a whole English dump
-(--dump-gb of bz2) with as many processes. Peers that are not installed are left out. Writes summary.json.
+(--dump-gb of bz2) with as many processes. Without --data all three take the sample that package gensim brings, and questions
+are words of its paragraphs: that shows that the bench runs, not how good search is. Peers that are not installed are left
+out. Writes summary.json.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -31,10 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_nb.run import write_summary
-from megatron_nb.search.build import build
+from megatron_nb.search.build import build, source_of
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.search.index import Index, build_index
-from megatron_nb.search.wikispeedia import Wikispeedia
+from megatron_nb.search.pages import Page
 
 K = 10
 Texts = list[tuple[str, str]]  # (title, text)
@@ -50,7 +53,7 @@ print(json.dumps(build(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared" / "data" / "wiki")
+    parser.add_argument("--data", type=Path, help="folder of wikispeedia, XQuAD, 2WikiMultihopQA and a dump")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--articles", type=int, help="so many of the articles only")
@@ -59,15 +62,16 @@ def main() -> None:
     parser.add_argument("--dump-gb", type=float, default=24.0, help="size of a whole English dump as .bz2, 10^9 bytes")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-search"), help="folder of summary.json")
     asked = parser.parse_args()
-    if not asked.data.is_dir():
+    if asked.data and not asked.data.is_dir():
         raise SystemExit(f"--data {asked.data} is not there: name a folder with wikispeedia, XQuAD, 2WikiMultihopQA and a dump")
     begin, console = time.monotonic(), Console()
-    questions, paragraphs = xquad(asked.data)
+    source = asked.data or sample()
+    questions, paragraphs = xquad(source) if asked.data else made_questions(source)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        summary = articles(asked, folder, [question for question, _ in questions], console)
+        summary = articles(asked, source, folder, [question for question, _ in questions], console)
         summary |= recall(folder / "recall", questions, paragraphs, console)
-        summary |= dump(asked, folder, console)
+        summary |= dump(asked, source, folder, console)
     write_summary(asked.out, seed=0, wall_s=round(time.monotonic() - begin, 1), **summary)
 
 
@@ -132,11 +136,8 @@ def installed() -> dict[str, Callable[[Texts, Path], Ask]]:
 
 
 # ------------------------------------------------------------------ what is measured
-def articles(asked: argparse.Namespace, folder: Path, questions: list[str], console: Console) -> dict[str, float]:
-    reader = Wikispeedia(asked.data)
-    parse = reader.parse()
-    pages = [parse(row) for _, row in reader.rows()][: asked.articles]
-    texts, asking = [(page.title, page.text) for page in pages], questions[: asked.queries]
+def articles(asked: argparse.Namespace, source: Path, folder: Path, questions: list[str], console: Console) -> dict[str, float]:
+    texts, asking = texts_of(source)[: asked.articles], questions[: asked.queries]
     seconds: dict[str, dict[str, list[float]]] = {}
     for number in range(asked.rounds):
         for name, engine in installed().items():
@@ -155,7 +156,7 @@ def articles(asked: argparse.Namespace, folder: Path, questions: list[str], cons
         rates = len(texts) / statistics.median(taken["index"]), len(asking) / statistics.median(taken["query"])
         table.add_row(name, f"{rates[0]:,.0f}", f"{rates[1]:,.1f}")
         summary |= {f"{name}_documents_per_s": round(rates[0], 1), f"{name}_queries_per_s": round(rates[1], 1)}
-    facts = build(asked.data, folder / "corpus", 1)
+    facts = build(source, folder / "corpus", 1)
     corpus = Corpus.open(folder / "corpus")
     start = time.perf_counter()
     for question in asking:
@@ -165,6 +166,27 @@ def articles(asked: argparse.Namespace, folder: Path, questions: list[str], cons
     table.add_row("the corpus: links, index and graph; with snippets", f"{whole:,.0f}", f"{rate:,.1f}")
     console.print(table)
     return summary | {"corpus_documents_per_s": round(whole, 1), "corpus_queries_per_s": round(rate, 1)}
+
+
+def texts_of(source: Path) -> Texts:
+    reader = source_of(source)
+    parse = reader.parse()
+    return [(page.title, page.text) for page in (parse(row) for _, row in reader.rows()) if isinstance(page, Page)]
+
+
+def sample() -> Path:
+    """The shortened dump that package gensim brings."""
+    found = importlib.util.find_spec("gensim")  # not imported: its dependencies need not be there
+    file = next(iter(Path(found.origin).parent.glob("test/test_data/enwiki*shortened.bz2")), None) if found else None
+    if file is None:
+        raise SystemExit("no --data, and package gensim with its sample is missing: pip install --no-deps gensim==4.4.0")
+    return file
+
+
+def made_questions(source: Path) -> tuple[list[tuple[str, int]], Texts]:
+    """(every third word of a paragraph, up to 8, with its number; the paragraphs): nobody wrote questions to the sample."""
+    paragraphs = [(title, part) for title, text in texts_of(source) for part in text.split("\n\n") if len(part) > 200]
+    return [(" ".join(text.split()[2:26:3]), number) for number, (_, text) in enumerate(paragraphs)][::5], paragraphs
 
 
 def xquad(data: Path) -> tuple[list[tuple[str, int]], Texts]:
@@ -192,11 +214,11 @@ def recall(folder: Path, questions: list[tuple[str, int]], paragraphs: Texts, co
     return {"recall_at_10": summary["tantivy_recall_at_10"], **summary}
 
 
-def dump(asked: argparse.Namespace, folder: Path, console: Console) -> dict[str, float]:
+def dump(asked: argparse.Namespace, source: Path, folder: Path, console: Console) -> dict[str, float]:
     """Rate and memory of a short and a long dump, and what they make of a whole one."""
-    short = next(iter(sorted(asked.data.glob("*.xml.bz2")) + sorted(asked.data.glob("enwiki*.bz2"))), None)
+    short = source if source.is_file() else next(iter(sorted(source.glob("*wiki*.bz2"))), None)
     if short is None:
-        print(f"no dump in {asked.data}: its rate is left out")
+        print(f"no dump (*wiki*.bz2) in {source}: its rate is left out")
         return {}
     xml = bz2.decompress(short.read_bytes()).decode()
     head, first, rest = xml.partition("<page>")
