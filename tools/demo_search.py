@@ -41,7 +41,8 @@ from tools.demo_search_report import Course, draw, flat, judge_stages, over_seed
 from tools.demo_search_start import POSITIONS, shape, write_start
 
 TOOLS = ("search", "find_in_page")
-SAYS = {"hits": 2, "snippet_tokens": 12, "context_words": 8, "matches": 2, "page_tokens": 96, "result_tokens": 128}
+SAYS = {"hits": 2, "snippet_tokens": 12, "context_words": 8, "matches": 2, "page_tokens": 96, "result_tokens": 128,
+        "mark_matches": "true"}  # fmt: skip
 TURNS, TURN, PROMPT = 8, 64, 480  # of an episode at most, and tokens of a turn and of a prompt with its tools
 
 

@@ -61,9 +61,10 @@ class Exercises:
     def gap(self, name: str) -> tuple[str, str, str]:
         """(words before a gap, words after it, a context with the name) of a sentence."""
         words = self.rng.choice(self.said).split()
-        at, before, after = self.rng.randint(4, len(words) - 2), self.rng.randint(3, 4), self.rng.randint(1, 3)
-        context = [*words[max(0, at - before - CONTEXT) : at], name, *words[at + 1 : at + 1 + CONTEXT]]
-        return " ".join(words[at - before : at]), " ".join(words[at + 1 : at + 1 + after]), " ".join(context)
+        at, before, after = self.rng.randint(4, len(words) - 2), 3, self.rng.randint(1, 2)
+        looked_for = " ".join(words[at - before : at])
+        context = [*words[max(0, at - before - CONTEXT) : at - before], f"**{looked_for}**", name]
+        return looked_for, " ".join(words[at + 1 : at + 1 + after]), " ".join([*context, *words[at + 1 : at + CONTEXT]])
 
     def hits(self, title: str, quote: str) -> str:
         """What a search for the quote gives."""
@@ -77,7 +78,7 @@ class Exercises:
         """One conversation of 1 or 2 links."""
         titles = [self.name() for _ in range(self.rng.choice((2, 2, 3)))]
         words = self.rng.choice(self.said).split()
-        start, count = self.rng.randrange(len(words) - 7), self.rng.randint(5, 7)
+        start, count = self.rng.randrange(len(words) - 6), self.rng.randint(4, 6)
         quote = " ".join(words[start : start + count])
         gaps = [self.gap(title) for title in titles[1:]]
         answer = self.number_or_name()

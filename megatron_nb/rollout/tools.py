@@ -74,6 +74,7 @@ class ToolsConfig:
     page_tokens: int = 1536  # of one page of a text
     matches: int = 5  # of find_in_page that are shown
     context_words: int = 25  # on either side of a match
+    mark_matches: bool = False  # matches stand between ** in their context
     result_tokens: int = 2048  # of any result; the rest is cut
     limits: dict[str, ToolLimits] = field(default_factory=dict)  # by tool; ToolLimits() for the others
     code: CodeConfig = field(default_factory=CodeConfig)
@@ -176,7 +177,8 @@ class PageTools:
         said, wanted = _line((await self._page(title))[0]), _line(text)
         places = [found.span() for found in re.finditer(re.escape(wanted), said, re.IGNORECASE)]
         lines = [f"{_line(self._text(title))}: {len(places)} match{'es' * (len(places) != 1)}"]
-        lines += [_context(said, *place, self.config.context_words) for place in places[: self.config.matches]]
+        mark = "**" if self.config.mark_matches else ""
+        lines += [_context(said, *place, self.config.context_words, mark) for place in places[: self.config.matches]]
         if len(places) > self.config.matches:
             lines.append(f"[{len(places) - self.config.matches} more]")
         return "\n".join(lines)
@@ -199,14 +201,14 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _context(said: str, start: int, stop: int, words: int) -> str:
+def _context(said: str, start: int, stop: int, words: int, mark: str) -> str:
     """The match with so many words on either side."""
     reach = 24 * words  # characters that surely hold them, unless words are very long
     before = said[max(0, start - reach) : start].split(" ")
     after = said[stop : stop + reach].split(" ")
     # what is cut from a word in which the match stands belongs to it: hence one more
     left, right = " ".join(before[-words - 1 :]), " ".join(after[: words + 1])
-    return f"... {left}{said[start:stop]}{right} ..."
+    return f"... {left}{mark}{said[start:stop]}{mark}{right} ..."
 
 
 class CodeTool:

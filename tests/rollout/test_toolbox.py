@@ -38,6 +38,8 @@ def test_every_tool_answers_in_its_form():
     found = ask(box, "find_in_page", title="Loire", text="the  ATLANTIC").text
     assert found == "Loire: 2 matches\n... ends in the Atlantic, where the ...\n... Atlantic, where the atlantic is wide. ..."
     assert ask(box, "find_in_page", title="Loire", text="sea").text == "Loire: 0 matches"
+    marked = ask(box_of(pages, context_words=2, mark_matches=True), "find_in_page", title="Loire", text="where the").text
+    assert marked == "Loire: 1 match\n... the Atlantic, **where the** atlantic is ..."
     assert ask(box_of(Pages({})), "search", query="x").text == "No results."
 
 
