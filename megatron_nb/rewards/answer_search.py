@@ -23,19 +23,21 @@ from text_to_num import alpha2digit, text2num
 from megatron_nb.client import Client, ClientConfig
 from megatron_nb.records import Prompt, Rollout, Score
 from megatron_nb.rewards.rules import Format
-from megatron_nb.rewards.text import final_answer, reference_of
+from megatron_nb.rewards.text import final_answer, references_of
 
 MARKED = re.compile(
-    r"<answer>(.*?)</answer>|^[^\w\n]*(?:(?:the|my|final|short) )*answer(?:[^\w\n:]*:|\s+is\b:?)[^\S\n]*(\S[^\n]*)",
+    r"<answer>((?:(?!<answer>).)*?)</answer>"
+    r"|^[^\w\n]*(?:(?:the|my|final|short) )*answer(?:[^\w\n:]*:|\s+is\b:?)[^\S\n]*(\S[^\n]*)",
     re.IGNORECASE | re.MULTILINE | re.DOTALL,
 )
 MONTH = re.compile(r"\b(jan|feb|mar|apr|may|jun|jul|aug|sep|sept|oct|nov|dec)[a-z]*\b\.?", re.IGNORECASE)
-NUMERIC_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
+NUMERIC_DATE = re.compile(r"\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{4}|\d\d)")  # 1.2.3 is a version
 SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALED = re.compile(r"(\d[\d,]*(?:\.\d+)?) ?(thousand|million|billion|trillion)\b")
+SCALED = re.compile(r"(?<![\d,.])((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?) ?(thousand|million|billion|trillion)\b")
+POWER = re.compile(r"(?<=\d)(?=[\u2070\u00b9\u00b2\u00b3\u2074-\u2079])")  # 10\u2076 is not 106
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 LONGEST_DATE = 40  # characters; more is prose
-DEFAULTS = (datetime(2000, 1, 1), datetime(2013, 12, 28))  # what differs between readings by these was not in the text
+DEFAULTS = (datetime(2000, 1, 1), datetime(2012, 12, 28))  # leap years; what differs between them was not in the text
 
 TEMPLATE = """\
 Question:
@@ -64,8 +66,8 @@ def answer_of(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """One spelling for texts that mean the same; "" for a text of articles and punctuation alone."""
-    text = unicodedata.normalize("NFKD", text).casefold()
+    """One spelling for texts that mean the same; "" for a text of punctuation alone."""
+    text = unicodedata.normalize("NFKD", POWER.sub("^", text)).casefold()
     text = unicodedata.normalize("NFC", re.sub("[\u0300-\u036f]", "", text))  # European accents, no vowels of other scripts
     text = re.sub(r"[\u2010-\u2015\u2212]", "-", text)
     text = re.sub(r"(?<!\S)-(?=\d)", "minus ", text).replace("%", " percent ").replace("&", " and ")
@@ -73,7 +75,9 @@ def normalised(text: str) -> str:
     text = NUMBER.sub(lambda m: _number(m[0]), text)
     text = re.sub(r"['\u2019`]", "", text)
     kept = (c if c.isalnum() or unicodedata.category(c)[0] == "M" else _symbol(text, i) for i, c in enumerate(text))
-    words = " ".join(word for word in "".join(kept).split() if word not in ("a", "an", "the"))
+    said = "".join(kept).split()
+    # the last word is no article: The The, vitamin A
+    words = " ".join(word for i, word in enumerate(said, 1) if i == len(said) or word not in ("a", "an", "the"))
     with suppress(ValueError):
         return str(text2num(words, "en"))
     return alpha2digit(words, "en", 0)  # small numbers and ordinals too
@@ -112,8 +116,9 @@ def dates(text: str) -> set[tuple[int | None, int | None, int | None]]:
 
 def matches(answer: str, references: Sequence[str], mode: Literal["exact", "normalised"] = "normalised") -> bool:
     """Whether the answer equals one of the references."""
-    if mode == "exact":
-        return answer.strip() in {reference.strip() for reference in references}
+    same = answer.strip() in {reference.strip() for reference in references} - {""}  # !!! has no word to be compared
+    if same or mode == "exact":
+        return same
     accepted = {normalised(form) for r in references for form in (r, re.sub(r"\s*\([^()]*\)\s*$", "", r))} - {""}
     if normalised(answer) in accepted:
         return True
@@ -129,7 +134,7 @@ class AnswerJudge:
 
     async def right(self, question: str, references: Sequence[str], answer: str) -> tuple[bool, str]:
         """(whether it is right, the judge's reason)."""
-        fields = {"question": question, "references": "; ".join(references), "answer": answer}
+        fields = {"question": question, "references": "; ".join(references), "answer": re.sub(r"-{4,}", "---", answer)}
         asked = re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], TEMPLATE)  # in one pass: an answer cannot ask for a field
         told = [{"role": "user", "content": asked}]
         return await self._client.chat(told, _verdict, max_tokens=self._max_tokens, temperature=0.0)
@@ -147,7 +152,8 @@ def _verdict(reply: str) -> tuple[bool, str]:
 class SearchAnswer:
     """R = [format][answer right]: 1 or 0. Format: the episode ended with an answer, its thinking closed.
 
-    References: the prompt's `field` and its `aliases`. Without a reference, or a judge that fails, the rollout is invalid.
+    References: the prompt's `field` and its `aliases`, each a text or a list of texts. Without any, or a judge that fails, the
+    rollout is invalid.
     """
 
     mode: Literal["exact", "normalised", "judged"] = "normalised"
@@ -163,7 +169,7 @@ class SearchAnswer:
         self._judge = AnswerJudge(self.endpoint) if self.endpoint else None
 
     async def score_rollout(self, prompt: Prompt, rollout: Rollout) -> Score:
-        references = [str(reference_of(prompt, self.field)), *map(str, prompt.data.get("aliases") or ())]
+        references = references_of(prompt, self.field)
         answer, broken = answer_of(rollout.text), await self._broken(rollout)
         if not broken and len(answer) > self.longest:
             broken = f"the answer has {len(answer)} characters, more than longest={self.longest}"

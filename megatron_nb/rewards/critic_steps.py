@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nb.data import schemas
 from megatron_nb.records import Rollout
+from megatron_nb.rewards.text import spellings
 from megatron_nb.rollout.calls import Call, parse, results
 from megatron_nb.rollout.context_policy import REQUEST
 
@@ -52,9 +53,8 @@ class Task:
         """The task of a question row (synthesize_questions); row may hold answer, aliases, path and answer_evidence."""
         path = [hop for hop in row.get("path") or [] if isinstance(hop, dict)]
         evidence = [*(hop.get("evidence") for hop in path), row.get("answer_evidence")]
-        answers = [row.get("answer"), *(row.get("aliases") or [])]
         return cls(
-            question, tuple(tools or ()), tuple(str(one) for one in answers if one not in (None, "")),
+            question, tuple(tools or ()), tuple(spellings(row)),
             tuple(hop["title"] for hop in path if hop.get("title")), tuple(one for one in evidence if one),
         )  # fmt: skip
 

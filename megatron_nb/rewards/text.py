@@ -11,7 +11,7 @@ from typing import Any
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.records import Prompt
 
-__all__ = ["final_answer", "reference_of", "repeated_share", "scripts_of"]
+__all__ = ["final_answer", "reference_of", "references_of", "repeated_share", "scripts_of", "spellings"]
 
 IDEOGRAPHIC = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL")  # a letter says about as much as a word of the others
 NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\[a-zA-Z]+|https?://\S+", re.DOTALL)
@@ -43,3 +43,19 @@ def reference_of(prompt: Prompt, field: str) -> Any:
     if prompt.data.get(field) is None:
         raise ValueError(f"the prompt's data has no {field!r}; it has {', '.join(prompt.data) or 'nothing'}")
     return prompt.data[field]
+
+
+def references_of(prompt: Prompt, field: str) -> list[str]:
+    """The field of the prompt's data, and its aliases. ValueError when there is none, or only empty ones."""
+    reference_of(prompt, field)
+    if not (found := spellings(prompt.data, field)):
+        raise ValueError(f"the prompt's {field!r} is empty: a reference must say something; leave such a row out")
+    return found
+
+
+def spellings(row: dict[str, Any], field: str = "answer") -> list[str]:
+    """What a row's field and its `aliases` say, each a text (or number), a list of them, or nothing."""
+    found = []
+    for value in (row.get(field), row.get("aliases")):
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [str(one) for one in found if one is not None and str(one).strip()]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_nb.client import ClientConfig
 from megatron_nb.rewards.answer_search import AnswerJudge, answer_of, matches
 from megatron_nb.rewards.critic_memory import plain
+from megatron_nb.rewards.text import spellings
 from megatron_nb.synthesis.ledger import Ledger
 
 RULES = {  # why an attempt is dropped, in the order in which it is looked at
@@ -53,7 +54,7 @@ class AnswerFilter:
         answer = answer_of(attempt["messages"][-1]["content"])
         if not answer:
             return "no_answer", ""
-        references = [str(row["answer"]), *map(str, row.get("aliases") or ())]
+        references = spellings(row)
         right, why = matches(answer, references, "exact" if self.config.mode == "exact" else "normalised"), ""
         if not right and self._judge is not None:
             right, why = await self._judge.right(row["question"], references, answer)
