@@ -53,9 +53,9 @@ class Size:
     train: int = 500  # questions
     heldout: int = 100
     trajectories: int = 300  # questions that the oracle attempts; RL asks all of them
-    exercises: int = 3000
-    exercise_share: float = 0.5  # of the draws of SFT
-    sft_steps: int = 800  # of two packs of POSITIONS tokens
+    exercises: int = 4000
+    exercise_share: float = 0.6  # of the draws of SFT
+    sft_steps: int = 1200  # of two packs of POSITIONS tokens
     sft_lr: float = 2e-3
     rl_steps: int = 40
     rl_batch: int = 8  # questions, 8 episodes of each

@@ -2,7 +2,7 @@
 
 A search agent lives by copying names from results into calls. Attention learns to copy (induction heads: look up where the
 current token stood before, take the one that followed it) only after millions of tokens, which two cores do not see in
-minutes. So two layers are written by hand, everything else is random; training then moves all of it.
+minutes. So some heads are written by hand, everything else is random; training then moves all of it.
 
     embedding    [token half | 1 | room for the token before]; a word with and without a space before it differ by SPACE alone
     layer 0      head 0 looks one place back, by rotary angle alone, and writes that token's half into the room
@@ -95,7 +95,7 @@ def _look_back(attention: torch.nn.Module) -> None:
 
 
 def _look_up(attention: torch.nn.Module) -> None:
-    """The query reads the current token, the key the room; each head by other directions, and copies one quarter."""
+    """The query reads the current token, the key the room; each head by other directions, and copies half of a token half."""
     q, k, v, o = _clear(attention, 2)
     still = [pair for pair, angle in enumerate(_turning().tolist()) if angle * POSITIONS < STILL]
     places = [*still, *(pair + HEAD // 2 for pair in still)]
