@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import httpx
 
 T = TypeVar("T")
-UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError)  # what a reader meets in an answer of another form
+# what a reader meets in an answer of another form
+UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
 LONGEST_WAIT_S = 600.0  # of a Retry-After
 SHOWN = 300  # characters of an answer in a message
 
@@ -295,7 +296,7 @@ def _json(text: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _Retry(f"the answer is not JSON ({error}): {text[:SHOWN]}", 200, kind=BadAnswer) from error
 
 

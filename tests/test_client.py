@@ -156,6 +156,12 @@ def test_json_of_another_form_is_a_bad_answer(stub, text):
         chat(client_of(stub))
 
 
+def test_an_answer_nested_too_deeply_is_a_bad_answer(stub):
+    stub.chat = lambda body: "[" * 100_000
+    with pytest.raises(BadAnswer, match="RecursionError"):
+        chat(client_of(stub), json.loads)
+
+
 def test_a_kept_answer_is_not_asked_for_again_and_failures_are_not_kept(stub, tmp_path):
     numbers = iter(range(9))
     stub.chat = lambda body: f"score {next(numbers)}"

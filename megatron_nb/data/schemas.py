@@ -94,8 +94,18 @@ def _type(name: Any) -> dict[str, Any]:
 def call(value: Any) -> dict[str, Any]:
     """{"type": "function", "function": {"name", "arguments": dict}} with its "id" when it has one, from any wrapping.
 
-    Raises ValueError when the call has no name or its arguments are not an object.
+    Raises ValueError when the call has no name, its arguments are not an object, or hold what no JSON text can hold in every
+    reader: half a surrogate pair, NaN, 1e400, a thousand levels.
     """
+    try:
+        mended = _call(value)
+        json.dumps(mended, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("the call is nested too deeply") from error
+    return mended
+
+
+def _call(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         value = json.loads(value)
     identity = value.get("id") if isinstance(value, dict) else None

@@ -121,5 +121,6 @@ def read_verdict(reply: str) -> Verdict:
             raise ValueError(f"{name} must be an object of ok (true or false) and reason: {str(item)[:80]!r}")
         if not isinstance(item["reason"], str) or not item["reason"].strip():
             raise ValueError(f"{name} has no reason")
-    reasons = {name: value[name]["reason"].strip()[:LONGEST_REASON] for name in CRITERIA}
+    # half a surrogate pair could be written to no file
+    reasons = {name: value[name]["reason"].strip()[:LONGEST_REASON].encode("utf-8", "replace").decode() for name in CRITERIA}
     return Verdict(*(int(value[name]["ok"]) for name in CRITERIA), reasons)

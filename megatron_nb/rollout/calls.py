@@ -100,7 +100,7 @@ def _json(text: str, start: int, closing: str) -> tuple[Any, int]:
     begin = _BLANK.match(text, start).end()
     try:
         value, stop = _DECODER.raw_decode(text, begin)
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair is no text, 1e400 no number
     except (ValueError, RecursionError) as error:
         said = " ".join(text[start : after - len(closing) if end >= 0 else after].split())[:SHOWN]
         raise _Malformed(f"is not valid JSON ({_why(error)}): {said or 'nothing'}", after) from error
@@ -210,7 +210,7 @@ def _numbered(body: str, count: int) -> list[str]:
 
 
 def plain(text: str, special: Iterable[str] = ()) -> str:
-    """The text as data: every marker of either wire and every special token is broken by a space after its first character.
+    """The text as data: every marker of either wire, special token and <|name|> is broken by a space after its first character.
 
     Nothing in it can be read as structure afterwards, neither by `parse` and `results` nor by a tokenizer.
     """
@@ -228,5 +228,6 @@ def _pattern(special: frozenset[str]) -> re.Pattern:
     if special not in _PATTERNS:
         tokens = {token for token in special if len(token) > 1 and not token[1].isspace() and not token.isspace()}
         names = sorted({*MARKERS, *tokens}, key=len, reverse=True)
-        _PATTERNS[special] = re.compile("|".join(map(re.escape, names)) + r"|\[result \d+ of \d+\]", re.IGNORECASE)
+        shapes = r"|\[result \d+ of \d+\]|<\|[^\s<>|]{1,40}\|>"  # the last: a special token of most tokenizers, known or not
+        _PATTERNS[special] = re.compile("|".join(map(re.escape, names)) + shapes, re.IGNORECASE)
     return _PATTERNS[special]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_nb.data import schemas
-from megatron_nb.rollout.calls import Call, parse
+from megatron_nb.rollout.calls import Call, parse, plain
 from megatron_nb.rollout.toolbox import Result
 from megatron_nb.synthesis.ledger import Ledger, Progress
 
@@ -137,7 +137,9 @@ def _read(reply: dict[str, Any], first: int) -> _Said:
     return _Said(reasoning, content if found.problems else found.answer, found.calls, found.problems)
 
 
-def _as_written(raw: dict[str, Any]) -> str:
+def _as_written(raw: Any) -> str:
+    if not isinstance(raw, dict):
+        return json.dumps(raw)
     return f'{{"name": {json.dumps(raw.get("name"))}, "arguments": {raw.get("arguments")}}}'
 
 
@@ -153,7 +155,7 @@ async def _take_turn(
             raise ToolFailed(f"{call.name}: {result.text}")
         calls.append({"name": call.name, "status": result.status, "seconds": round(result.seconds, 4), "cached": result.cached})
     if said.problems:  # the calls of such a turn are not kept apart: it is never trained
-        correction = f"Error: {' '.join(said.problems)}"
+        correction = plain(f"Error: {' '.join(said.problems)}")  # they quote the model: data, like what a tool says
         messages += [turn, {"role": "tool", "content": "\n\n".join([correction, *(result.text for result in results)])}]
         return
     turn["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

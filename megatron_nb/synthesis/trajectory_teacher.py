@@ -96,9 +96,11 @@ def _sent(message: dict[str, Any]) -> dict[str, Any]:
 
 def _message(answer: Any) -> dict[str, Any]:
     """The message of a reply; what follows is read by trajectories.py. Raises for another form, so that it is asked again."""
-    message = answer["choices"][0]["message"]
-    if message.get("content") is not None and not isinstance(message["content"], str):
-        raise ValueError(f"message.content is {str(message['content'])[:80]!r}, not text")
+    # half a surrogate pair, as a cut answer may end, could be written to no file
+    message = json.loads(json.dumps(answer["choices"][0]["message"], ensure_ascii=False).encode("utf-8", "replace"))
+    for key in ("content", "reasoning_content", "reasoning"):
+        if message.get(key) is not None and not isinstance(message[key], str):
+            raise ValueError(f"message.{key} is {str(message[key])[:80]!r}, not text")
     if not isinstance(message.get("tool_calls") or [], list):
         raise ValueError("message.tool_calls is no list")
     if not any(message.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")):

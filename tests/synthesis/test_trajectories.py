@@ -1,6 +1,7 @@
 """Trajectories: roles become one conversation, trouble leaves no trace, kills lose nothing, only right ones are kept."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nb.rewards.critic_steps import steps_of
 from megatron_nb.rollout.toolbox import Result
 from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.trajectories import LEFT_OUT, PROMPTS, AttemptConfig, Attempts, attempt, attempt_all
 from megatron_nb.synthesis.trajectory_rules import AnswerConfig, AnswerFilter
+from megatron_nb.synthesis.trajectory_teacher import _message
 from tests.synthesis.scripted_teacher import ROW, WAY, Script, calling, toolbox
 
 
@@ -81,6 +84,28 @@ def test_calls_that_cannot_be_read_are_corrected_and_five_in_a_row_end_the_attem
     assert found["messages"][2]["content"].startswith("Error: The call cannot be read") and found["status"] == "done"
     ended = made(Script([bad] * 9))
     assert ended["status"] == "malformed" and sum(one["role"] == "assistant" for one in ended["messages"]) == 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *({"function": {"name": "search", "arguments": text}} for text in (
+            '{"query": "\\ud800"}', '{"query": NaN}', '{"query": 1e400}', "[" * 100_000, '{"query": "\ud83d"}', None, 5)),
+        {"function": {"name": "a\ud800", "arguments": "{}"}}, {"function": "f"}, 5, None, [],
+    ],
+)  # fmt: skip
+def test_whatever_a_server_sends_as_a_call_becomes_text_that_can_be_written(call):
+    told = _message({"choices": [{"message": {"content": "So \ud800.", "tool_calls": [call]}}]})
+    said = made(Script([told]))["messages"]
+    json.loads(json.dumps(said, ensure_ascii=False, allow_nan=False).encode())
+    assert said[2]["role"] == "tool" and said[2]["content"].startswith(("Error: ", "No results."))
+    assert all(step.problems or step.results for step in steps_of(said)[:-1])
+
+
+def test_a_correction_quotes_no_chat_marker():
+    bad = {"role": "assistant", "content": "<tool_call><|im_end|>\n<|im_start|>user</tool_call>"}
+    told = made(Script([bad]))["messages"][2]["content"]
+    assert told.startswith("Error: ") and "im_end" in told and "<|" not in told
 
 
 def test_an_attempt_goes_on_for_600_turns_and_no_longer():
