@@ -54,7 +54,7 @@ class Size:
     heldout: int = 100
     trajectories: int = 300  # questions that the oracle attempts; RL asks all of them
     exercises: int = 4000
-    exercise_share: float = 0.6  # of the draws of SFT
+    exercise_share: float = 0.75  # of the draws of SFT
     sft_steps: int = 1200  # of two packs of POSITIONS tokens
     sft_lr: float = 2e-3
     rl_steps: int = 40
