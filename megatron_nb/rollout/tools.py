@@ -157,7 +157,8 @@ class PageTools:
 
     def __init__(self, config: ToolsConfig, search: Search, budget: Budget, text: Callable[[str], str]):
         self.config, self._search, self._budget, self._text = config, search, budget, text
-        self._read: OrderedDict[str, tuple[str, list[str]]] = OrderedDict()  # title -> (text, its parts)
+        self._read: OrderedDict[str, str] = OrderedDict()  # title -> text, as data
+        self._parts: dict[str, list[str]] = {}  # of texts that were opened: it takes seconds where a page has megabytes
 
     async def search(self, query: str) -> str:
         hits = await self._search.search(query, self.config.hits)
@@ -168,13 +169,16 @@ class PageTools:
         return "\n\n".join(shown) or "No results."
 
     async def open_page(self, title: str, page: int = 1) -> str:
-        _, parts = await self._page(title)
+        text = await self._page(title)
+        parts = self._parts.get(title) or await self._budget.pages(text, self.config.page_tokens)
+        if title in self._read:
+            self._parts[title] = parts
         if not 1 <= page <= len(parts):
             raise BadUse(f"{title!r} has {len(parts)} page{'s' * (len(parts) > 1)}; page {page} does not exist.")
         return f"{_line(self._text(title))} (page {page} of {len(parts)})\n{parts[page - 1]}"
 
     async def find_in_page(self, title: str, text: str) -> str:
-        said, wanted = _line((await self._page(title))[0]), _line(text)
+        said, wanted = _line(await self._page(title)), _line(text)
         places = [found.span() for found in re.finditer(re.escape(wanted), said, re.IGNORECASE)]
         lines = [f"{_line(self._text(title))}: {len(places)} match{'es' * (len(places) != 1)}"]
         mark = "**" if self.config.mark_matches else ""
@@ -183,16 +187,15 @@ class PageTools:
             lines.append(f"[{len(places) - self.config.matches} more]")
         return "\n".join(lines)
 
-    async def _page(self, title: str) -> tuple[str, list[str]]:
-        """(text as data, the same in parts)"""
+    async def _page(self, title: str) -> str:
+        """The page's text as data."""
         if title not in self._read:
             text = await self._search.page(title)
             if text is None:
                 raise BadUse(f"there is no page {_line(title)[:200]!r}; take a title that a search gave.")
-            text = self._text(text)
-            self._read[title] = text, await self._budget.pages(text, self.config.page_tokens)
+            self._read[title] = self._text(text)
             while len(self._read) > KEPT_TEXTS:
-                self._read.popitem(last=False)
+                self._parts.pop(self._read.popitem(last=False)[0], None)
         return self._read[title]
 
 

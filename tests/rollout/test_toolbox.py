@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megatron_nb.client import ClientConfig, RequestFailed
+from megatron_nb.rollout.budget import Budget
 from megatron_nb.rollout.calls import Call
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.rollout.tools import CodeConfig, ToolLimits, ToolsConfig
@@ -86,6 +87,13 @@ def test_results_are_cut_to_their_budget(tokenizer):
     assert ask(box, "search", query="x").text.endswith(" ...") and len(ask(box, "search", query="x").text) < 100
     found = ask(box, "find_in_page", title="T", text="word").text
     assert "more tokens]" in found and len(found) < 600
+
+
+def test_finding_in_a_page_cuts_no_parts_and_opening_cuts_them_once(monkeypatch):
+    box, cut, pages = box_of(Pages({"T": "word " * 5000})), [], Budget.pages
+    monkeypatch.setattr(Budget, "pages", lambda budget, text, tokens: cut.append(text) or pages(budget, text, tokens))
+    assert ask(box, "find_in_page", title="T", text="word").text.startswith("T: 5000 matches") and not cut
+    assert all(ask(box, "open_page", title="T", page=page).status == "ok" for page in (1, 2, 3)) and len(cut) == 1
 
 
 def test_results_are_remembered_and_failures_are_not():
