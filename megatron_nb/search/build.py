@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 def build(source: Path, folder: Path, workers: int | None = None) -> dict[str, Any]:
     """Build `folder` from a dump, rows or a wikispeedia folder; what build.json then says.
 
-    ValueError: no such source, a folder begun from another source, a bad row, a source without a page.
+    ValueError: no such source, a folder begun from another source, a bad row, a source without a page. OSError: a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
@@ -51,10 +52,15 @@ def build(source: Path, folder: Path, workers: int | None = None) -> dict[str, A
             return done
         if done:
             raise ValueError(f"{folder} holds a corpus of {done['source']}: name another folder for {source}, or remove it")
-        facts, seconds = _read(reader, source, folder, print_of, workers or os.cpu_count() or 1)
-        pages = PageReader(folder / "pages.sqlite")
-        seconds["index"] = _phase("index", len(pages), lambda tick: build_index(pages.texts, folder / "index", tick))
-        seconds["graph"] = _phase("graph", len(pages), lambda tick: facts.update(build_graph(pages, folder / "graph", tick)))
+        try:
+            facts, seconds = _read(reader, source, folder, print_of, workers or os.cpu_count() or 1)
+            pages = PageReader(folder / "pages.sqlite")
+            total = len(pages)
+            seconds["index"] = _phase("index", total, lambda tick: build_index(pages.texts, folder / "index", tick))
+            seconds["graph"] = _phase("graph", total, lambda tick: facts.update(build_graph(pages, folder / "graph", tick)))
+        except sqlite3.Error as error:
+            told = f"{folder / 'pages.sqlite'}: {error}: see to the disk, then the same command goes on"
+            raise OSError(told) from error
         cpu = round(sum(os.times()[:4]), 2)  # of this process so far, and of its parsers
         facts |= {"form": FORM, "seconds": {k: round(v, 2) for k, v in seconds.items()}, "cpu_s": cpu, "peak_mb": peak_mb()}
         write_atomic(folder / "build.json", json.dumps(facts, indent=1) + "\n")

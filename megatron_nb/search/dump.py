@@ -78,7 +78,7 @@ class Dump:
     # ------------------------------------------------------------------ bytes
     def _pieces(self, offset: int) -> Iterator[tuple[int, bytes]]:
         """(the offset of the compressed stream, or 0, bytes of XML)"""
-        kind = {".bz2": bz2.BZ2Decompressor, ".gz": lambda: zlib.decompressobj(31)}.get(self.path.suffix)
+        kind = {".bz2": bz2.BZ2Decompressor, ".gz": lambda: zlib.decompressobj(31)}.get(self.path.suffix.lower())
         with open(self.path, "rb") as file:
             file.seek(offset)
             stream, opener, rest, whole = offset, kind and kind(), b"", False

@@ -46,7 +46,8 @@ class PageWriter:
             self._db.executemany("INSERT OR REPLACE INTO state VALUES (?, ?)", rows)
             self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # where the disk is full, SQLite has rolled back itself
+                self._db.execute("ROLLBACK")
             raise
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from megatron_nb.search.articles import Articles, is_heading, prepared_page
+from megatron_nb.search.articles import DAMAGED, Articles, is_heading, prepared_page
 from megatron_nb.search.dump import Mark
 from megatron_nb.search.pages import Page, clean_title
 
@@ -91,11 +91,14 @@ def _defines(paragraph: str, title: str) -> bool:
 def _table(path: Path) -> dict[str, list[str]]:
     """Title -> values, of two columns with % escapes."""
     rows: dict[str, list[str]] = defaultdict(list)
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        for number, row in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-            if not row or row[0].startswith("#"):
-                continue
-            if len(row) != 2:
-                raise ValueError(f"{path}:{number}: found {len(row)} columns: two are needed, parted by a tab")
-            rows[clean_title(unquote(row[0]))].append(clean_title(unquote(row[1])))
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            for number, row in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
+                if not row or row[0].startswith("#"):
+                    continue
+                if len(row) != 2:
+                    raise ValueError(f"found {len(row)} columns in line {number}: two are needed, parted by a tab")
+                rows[clean_title(unquote(row[0]))].append(clean_title(unquote(row[1])))
+    except (ValueError, csv.Error, *DAMAGED) as error:
+        raise ValueError(f"{path}: {error}") from error
     return rows

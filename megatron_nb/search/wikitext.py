@@ -7,11 +7,13 @@ parted into paragraphs and sentences, and the marks are taken out again: a link'
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import mwparserfromhell
 from mwparserfromhell import nodes
+from mwparserfromhell.definitions import SINGLE
 
 from megatron_nb.search import sentences
 from megatron_nb.search.pages import clean_title
@@ -30,6 +32,9 @@ SWITCH = re.compile(r"__[A-Z]+__")
 EMPTY = re.compile(r"\s*[(\[][\s,;:]*[)\]]")  # what remains of brackets round a template
 OPENING = re.compile(r"([(\[])[\s,;]+")
 DEEP = 60  # elements within elements; deeper ones are left out
+# Beginnings and ends: odd groups begin, even ones end.
+PAIR = re.compile(r"(\{\{)|(\}\})|^(\{\|)|^(\|\})|(\[)(?=https?:|//)|(\])|<([a-z]+)\b[^<>]*(?<!/)>|</([a-z]+)", re.I | re.M)
+MOST_READ_AGAIN = 300_000_000  # characters that the parser may read again, about half a minute
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,24 @@ class Plain:
 
 
 def plain(wikitext: str, namespaces: Namespaces) -> Plain:
-    """Raises nothing for any text: what is no markup stays text."""
+    """What is no markup stays text. ValueError for a text that would take minutes: the parser reads on to the end of it for
+    every beginning that is not closed."""
+    if (left := unclosed(wikitext)) * len(wikitext) > MOST_READ_AGAIN:
+        raise ValueError(f"{left} templates, tables, links and tags are not closed in {len(wikitext)} characters")
     writer = _Writer(namespaces)
     code = mwparserfromhell.parse(MARKS.sub("", wikitext), skip_style_tags=True)
     writer.walk(code, writer.body, 0)
     return _tidied(writer)
+
+
+def unclosed(wikitext: str) -> int:
+    """How many templates, tables, external links and tags begin and do not end."""
+    depth: Counter[int | str] = Counter()
+    for match in PAIR.finditer(wikitext):
+        kind = match.lastindex
+        name = (kind + 1) // 2 if kind < 7 else match[kind].lower()
+        depth[name] = depth[name] + 1 if kind % 2 else max(0, depth[name] - 1)
+    return sum(count for name, count in depth.items() if name not in SINGLE)
 
 
 class _Writer:
@@ -172,7 +190,7 @@ class _Writer:
 
 def _character(node: Any) -> str:
     try:
-        return node.normalize()
+        return MARKS.sub("", node.normalize())
     except (ValueError, OverflowError):  # &#1114112; and the like
         return ""
 

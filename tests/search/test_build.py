@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import random
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +169,12 @@ ROW = {"title": "A", "text": "Lead of A names B.\n\nMore\n\nMore on the  C (thin
         (json.dumps({**ROW, "date": "yesterday"}), "rows.jsonl:2: date='yesterday' must be a day such as"),
         (json.dumps({**ROW, "kind": "novel"}), "rows.jsonl:2: kind='novel' must be one of article"),
         (json.dumps({**ROW, "links": [3]}), "rows.jsonl:2: links="),
+        *((json.dumps({**ROW, "links": links}), "rows.jsonl:2: links=") for links in (
+            "B", 3, {"B": 1}, [["B"]], [{"target": "B", "kind": 5}], [{"target": "B", "sentence": 5}], [{"kind": "text"}])),
+        *((json.dumps({**ROW, "categories": found}), "rows.jsonl:2: categories=") for found in ("X", 5, {"X": 1}, [1])),
+        *((json.dumps({**ROW, "revised": day}), "rows.jsonl:2: revised=.* must be a day") for day in (5, "2021", "2021-13-01")),
+        (json.dumps({**ROW, "date": "0000-01-01"}), "rows.jsonl:2: date='0000-01-01' must be a day"),
+        ('{"title": "A", "text": "", "more": ' + "[" * 100_000, "rows.jsonl:2: .*recursion"),
         (json.dumps({**ROW, "text": "\ud800"}), "rows.jsonl:2: "),
     ],
 )
@@ -176,8 +185,21 @@ def test_a_bad_row_is_named(tmp_path, line, said):
         build(path, tmp_path / "c", 1)
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress])
+def test_packed_rows_are_read_and_a_cut_or_wrong_file_is_an_error_that_names_it(tmp_path, pack):
+    whole = "".join(json.dumps({"title": f"T{n}", "text": f"{n * 7919 % 99991} is it."}) + "\n" for n in range(2000)).encode()
+    path = tmp_path / f"rows.jsonl.{pack.__module__.strip('_').replace('gzip', 'gz').replace('lzma', 'xz')}"
+    for content in (pack(whole)[:-20], whole):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"rows.jsonl.\w+ near byte \d+: .*: the file is damaged; fetch it again"):
+            build(path, tmp_path / "bad", 1)
+        (tmp_path / "bad" / "pages.sqlite").unlink()
+    path.write_bytes(pack(whole))
+    assert build(path, tmp_path / "c", 1)["pages"] == 2000
+
+
 def test_prepared_rows_become_pages_and_links_find_their_sentence(tmp_path):
-    links = ["B", "C (thing)", "D", {"target": "e", "kind": "list", "sentence": "Lead of A names B."}]
+    links = ["B", "C (thing)", "D", " #part", {"target": "e", "kind": "list", "sentence": "Lead of A names B."}]
     links.append({"target": "F", "sentence": "No."})
     row = {**ROW, "links": links, "categories": ["X"], "date": "2001-02-03"}
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
@@ -205,6 +227,23 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path, capsys, name, content
         (tmp_path / name).write_text(content)
     assert main(["build", str(tmp_path / name), "--out", str(tmp_path / "c")]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_full_disk_is_told_in_a_line_and_the_build_goes_on_when_there_is_room(tmp_path, monkeypatch, capsys):
+    source = write_dump(tmp_path / "d.xml", wiki(120))
+    real = sqlite3.connect
+
+    def small(*args, **names):
+        connection = real(*args, **names)
+        connection.execute("PRAGMA max_page_count = 11")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    words = ["build", str(source), "--out", str(tmp_path / "c"), "--workers", "1"]
+    assert main(words) == 2
+    assert re.search(r"error: .*pages.sqlite: database or disk is full: see to the disk", capsys.readouterr().err)
+    monkeypatch.undo()
+    assert main(words) == 0 and len(Corpus.open(tmp_path / "c")) == 120
 
 
 def test_a_folder_keeps_to_its_source_and_a_finished_build_is_not_done_again(tmp_path):

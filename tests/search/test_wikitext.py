@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_nb.search.dates import date_of
 from megatron_nb.search.pages import clean_title
 from megatron_nb.search.sentences import sentences
-from megatron_nb.search.wikitext import Namespaces, plain
+from megatron_nb.search.wikitext import Namespaces, plain, unclosed
 
 BOX = """{{Infobox person
 | name = Ada Byron
@@ -110,6 +110,24 @@ def test_any_wikitext_gives_text_without_marks_and_links_with_their_place(wikite
     assert not re.search("[\ue000-\ue004]", page.text)
     for target, _, start, stop in page.links:
         assert target == clean_title(target) != "" and 0 <= start <= stop <= len(page.text)
+
+
+def test_letters_that_are_used_as_marks_inside_cost_nothing_but_themselves():
+    page = plain("A \ue000 and &#xe000; of [[B]] &#57345; is &#xe004; here. &#xe002;", Namespaces())
+    assert page.text == "A and of B is here." and [link[0] for link in page.links] == ["B"]
+
+
+@pytest.mark.parametrize("opening", ["{{a|", "{{a|[[b|", "<div>", "<ref>", "[http://a ", "\n{|\n|"])
+def test_a_page_of_openings_that_never_close_is_refused_before_it_takes_minutes(opening):
+    count = 20_000
+    assert unclosed(opening * count + "x") == count
+    with pytest.raises(ValueError, match=r"are not closed in \d+ characters"):
+        plain(opening * count + "x", Namespaces())
+    assert plain(f"Some {opening * 3} are left open.", Namespaces()).text
+
+
+def test_what_closes_or_need_not_close_is_not_counted():
+    assert unclosed(BOX + "<br> <li> <hr/> <ref name=a /> <b>x</b> }} ] |} {{a {{{1}}} }} {|\n|-\n|} 1 < 2") == 0
 
 
 @given(st.text(max_size=20))
