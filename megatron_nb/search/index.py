@@ -80,8 +80,8 @@ def build_index(texts: Callable[[int], Iterable[tuple[int, str, str]]], folder: 
 
 def snippet_of(text: str, query: str) -> str:
     """The sentences, verbatim and up to SNIPPET characters, in the paragraph that holds most of the query's words."""
-    stems = {re.sub(r"(?:ing|ed|es|s)$", "", word) if len(word) > 5 else word for word in WORD.findall(query.lower())}
-    stems = {stem for stem in stems if len(stem) > 2 or not stem.isascii()}
+    words = (re.sub(r"(?:ing|ed|es|s)$", "", word) if len(word) > 5 else word for word in WORD.findall(query.lower()))
+    stems = list(dict.fromkeys(stem for stem in words if len(stem) > 2 or not stem.isascii()))[:WORDS]
 
     def worth(piece: str) -> int:
         piece = piece.lower()

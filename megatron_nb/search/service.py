@@ -223,17 +223,16 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     service: Service
     protocol_version, timeout, disable_nagle_algorithm = "HTTP/1.1", IDLE_S, True
-    error_message_format, error_content_type = '{"error": "%(message)s"}', "application/json"
 
     def do_GET(self) -> None:
         self._exchange(b"")
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length) > BODY_BYTES:
-            self.close_connection = True
-            known = f"the body has {length} bytes, more than {BODY_BYTES}" if length.isdigit() else "send Content-Length"
-            self._send(413 if length.isdigit() else 411, {"error": known}, {})
+        known = length.isascii() and length.isdigit()
+        if not known or len(length) > 12 or int(length) > BODY_BYTES:
+            told = f"the body has {length[:12]} bytes, more than {BODY_BYTES}" if known else "send Content-Length"
+            self.send_error(413 if known else 411, told)
             return
         self._exchange(self.rfile.read(int(length)))
 
@@ -258,6 +257,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class finds wrong with a request; the connection ends, for what follows may be part of it."""
+        self.close_connection = True
+        self._send(code, {"error": message or self.responses[code][0]}, {})
 
     def log_message(self, form: str, *words: Any) -> None:
         log.debug(form, *words)

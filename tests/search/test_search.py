@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -81,6 +82,13 @@ def test_a_snippet_is_short_and_verbatim():
     text = "\n\n".join("Word " * 200 + f"needle{number}." for number in range(5))
     found = snippet_of(text, "needle3")
     assert len(found) <= SNIPPET + 4 and found.removesuffix(" ...") in text and snippet_of("", "x") == ""
+
+
+def test_a_snippet_for_a_query_of_a_million_characters_takes_no_longer_than_reading_it():
+    text, query = "\n\n".join(f"Word{number} " * 60 for number in range(100)), " ".join(f"thing{n}" for n in range(100_000))
+    began = time.perf_counter()
+    assert snippet_of(text, f"needle {query}")
+    assert time.perf_counter() - began < 2  # every word in every paragraph took a minute
 
 
 def test_many_threads_get_the_same_answers(corpus_folder):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -147,6 +149,21 @@ def test_a_wrong_request_is_refused_with_its_reason_in_json(corpus_folder, metho
         answer = httpx.request(method, one.url + path, content=content)
         assert answer.status_code == status and said in answer.json()["error"]
         assert httpx.post(one.url + "/page", json={"title": "London"}).json()["text"].startswith("London is")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (b'BREW\'"\\ /search HTTP/1.1\r\n\r\n', 501, "Unsupported method"),
+        (b"POST /search HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 413, "more than"),
+        (b"POST /search HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 411, "send Content-Length"),
+    ],
+)
+def test_what_no_client_sends_is_refused_in_json_and_the_connection_ends(corpus_folder, sent, status, said):
+    with service(LocalSearch(corpus_folder)) as one, socket.create_connection(("127.0.0.1", httpx.URL(one.url).port)) as to:
+        to.sendall(sent)
+        head, _, body = b"".join(iter(lambda: to.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert head.split()[1] == str(status).encode() and said in json.loads(body)["error"]
 
 
 def test_what_does_not_fit_the_queue_is_told_to_come_later(slow):
