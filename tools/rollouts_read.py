@@ -240,6 +240,6 @@ def paired(values: list[float]) -> tuple[float, float | None]:
 
 
 def visible(text: str) -> str:
-    """The text with characters shown that would steer a terminal or turn the direction of reading."""
-    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    """The text with characters shown that would steer a terminal, turn the direction of reading, or could not be written."""
+    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(steering, lambda c: chr(0x2400 + ord(c[0])) if ord(c[0]) < 32 else "\ufffd", text)

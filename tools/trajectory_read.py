@@ -88,7 +88,7 @@ def read(path: Path) -> list[Trajectory]:
         try:
             row = json.loads(line)
             trajectory = _traced(row, scores) if "turns" in row else _messages(row, number)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if number == len(lines):  # being written, or cut off by a kill
                 break
             raise ValueError(f"{path}:{number} is no trajectory ({error!r}): a row has turns, or messages") from error

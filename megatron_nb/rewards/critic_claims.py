@@ -6,6 +6,7 @@ Patterns of English; what is said in other words or languages passes, as everyth
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from megatron_nb.rewards.critic_memory import Memory, content_words, is_empty, is_error, plain, sentences, words
 from megatron_nb.rewards.critic_steps import Step
@@ -64,8 +65,14 @@ def _stands_in(missing: str, results: list[str]) -> bool:
     """Whether a result has the name that the text begins with, or else all of its telling words in one sentence."""
     telling = content_words(missing)
     if name := NAMES.match(missing.strip()):
-        return any(plain(name[0]) in plain(result) for result in results)
-    return len(telling) > 1 and any(telling <= content_words(one) for result in results for one in sentences(result))
+        return any(plain(name[0]) in _read(result)[0] for result in results)
+    return len(telling) > 1 and any(telling <= said for result in results for said in _read(result)[1])
+
+
+@lru_cache(maxsize=16)  # a turn may claim thousands of things about the same results
+def _read(result: str) -> tuple[str, tuple[set[str], ...]]:
+    """plain() of a result, and the telling words of its sentences."""
+    return plain(result), tuple(content_words(one) for one in sentences(result))
 
 
 def _invented(claims: list[str], step: Step, memory: Memory) -> str:

@@ -197,16 +197,21 @@ def results(text: str, wire: str) -> list[str]:
         return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text, re.DOTALL)
     body = re.search(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
     body = body[1] if body else text
-    if not (head := re.match(r"\[result 1 of (\d+)\]\n", body)):
-        return [body]
-    return _numbered(body, int(head[1]))
+    head = re.match(r"\[result 1 of ([1-9]\d{0,8})\]\n", body)
+    return _numbered(body, int(head[1])) if head else [body]
 
 
 def _numbered(body: str, count: int) -> list[str]:
-    """Parts of `joined`. What a result itself says in that form was broken by `plain`."""
-    marks = [NUMBERED.format(number, count) for number in range(1, count + 1)]
-    places = [body.find(mark) for mark in marks] + [len(body) + 2]
-    return [body[at + len(mark) : following - 2] for at, mark, following in zip(places, marks, places[1:])]
+    """Parts of `joined`; the whole body where one is missing. What a result itself says in that form was broken by `plain`."""
+    spans, at = [], 0
+    for number in range(1, count + 1):
+        mark = NUMBERED.format(number, count)
+        if (place := body.find(mark, at)) < 0:
+            return [body]
+        at = place + len(mark)
+        spans.append((place, at))
+    stops = [place - 2 for place, _ in spans[1:]] + [len(body)]
+    return [body[start:stop] for (_, start), stop in zip(spans, stops)]
 
 
 def plain(text: str, special: Iterable[str] = ()) -> str:

@@ -100,7 +100,14 @@ def test_rows_of_messages_are_shown_with_what_is_trained_and_what_the_critic_sai
     assert "nothing new" in trajectory_html.page("t", [one])
 
 
-@pytest.mark.parametrize("text", ["", "{}\n{}\n", "not json\n{}\n"])
+def test_half_a_surrogate_pair_is_shown_as_missing(tmp_path, capsys):
+    path, half = tmp_path / "x.jsonl", "half \ud83d pair"
+    path.write_text(json.dumps({"id": half, "messages": [{"role": role, "content": half} for role in ("user", "assistant")]}))
+    assert trajectory.main([str(path)]) == 0 and "half \ufffd pair" in capsys.readouterr().out
+    assert trajectory.main([str(path), "--html", str(tmp_path / "x.html")]) == 0
+
+
+@pytest.mark.parametrize("text", ["", "{}\n{}\n", "not json\n{}\n", "[" * 100_000 + "\n{}\n"])
 def test_files_without_trajectories_are_refused_by_name(tmp_path, capsys, text):
     path = tmp_path / "x.jsonl"
     path.write_text(text)
