@@ -115,7 +115,7 @@ def _of_turns(episodes: list[Episode]) -> dict[str, float]:
     if tools or any(len(episode.rows) > 1 for episode in episodes):
         stats |= {
             "calls_mean": sum(turn.calls for turn in asked) / len(episodes),
-            "malformed": sum(turn.status == "malformed" for turn in asked) / len(asked),
+            "malformed": sum(turn.status == "malformed" for turn in asked) / max(len(asked), 1),
             "tool_errors": tools.count("error") / max(len(tools), 1),  # shares of the tools' turns
             "tool_failures": tools.count("failed") / max(len(tools), 1),
             "context_restarts": sum(len(episode.rows) - 1 for episode in episodes) / len(episodes),

@@ -80,6 +80,11 @@ def test_a_batch_without_a_valid_rollout_trains_nothing_and_says_so():
     assert samples == [] and stats == {"rollouts": 2.0, "invalid": 2.0, "groups": 1.0, "invalid/unknown": 2.0}
 
 
+def test_a_rollout_in_which_the_model_took_no_turn_is_counted_and_trains_nothing():
+    samples, stats = credit(grouped(rollout("g", 0, 1.0, tools=(0,))), CreditConfig())
+    assert not samples and stats["rollouts"] == 1 and stats["malformed"] == 0
+
+
 def three_rows(reduction, **settings):
     """A rollout of rows with 3, 2 and 1 tokens beside one of one row with 6, rewards 1 and 0."""
     parts = [rollout("g", 0, 1, (5,) * n, segment=k) for k, n in enumerate((3, 2, 1))]
