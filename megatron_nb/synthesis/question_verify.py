@@ -30,15 +30,21 @@ def verify_chain(corpus: PageSource, row: dict[str, Any]) -> str | None:
 
 def form(corpus: PageSource, row: dict[str, Any]) -> str | None:
     """The fields are there, of their types, and count each other rightly; no page stands twice."""
+    if not isinstance(row, dict):
+        return f"{str(row)[:80]!r} must be an object"
     wanted = {"id": str, "question": str, "answer": str, "aliases": list, "hops": int, "path": list, "answer_evidence": str,
               "clues": list}  # fmt: skip
     for name, kind in wanted.items():
         if not isinstance(row.get(name), kind) or (kind is str and not row[name].strip()):
             return f"{name}={row.get(name)!r} must be a {kind.__name__} with something in it"
+    for name in ("aliases", "clues"):
+        if not all(isinstance(one, str) for one in row[name]):
+            return f"{name}={row[name]} must hold text alone"
     path = row["path"]
     for number, step in enumerate(path):
         if not isinstance(step, dict) or not all(isinstance(step.get(key), str) for key in ("title", "evidence")):
             return f"step {number + 1} must have title and evidence"
+    for number, step in enumerate(path):
         following = path[number + 1]["title"] if number + 1 < len(path) else None
         if step.get("link") != following:
             return f"step {number + 1} links to {step.get('link')!r}, the next page is {following!r}"
@@ -73,10 +79,14 @@ def links(corpus: PageSource, row: dict[str, Any]) -> str | None:
 
 
 def answer_found(corpus: PageSource, row: dict[str, Any]) -> str | None:
-    """The last page quotes the sentence of the answer, and the answer stands in it once."""
+    """The last page quotes the sentence of the answer, and the answer stands in it once, beside something else."""
     page = corpus.page(row["path"][-1]["title"])
     if row["answer_evidence"] not in page.text:
         return f"{page.title!r} does not say {row['answer_evidence']!r}"
+    if "\n" in row["answer_evidence"]:
+        return f"{row['answer_evidence'][:80]!r} is more than a sentence"
+    if _plain(row["answer"]) == _plain(row["answer_evidence"]):
+        return f"the answer {row['answer']!r} is all of its evidence"
     count = len(_places(row["answer"], row["answer_evidence"]))
     return None if count == 1 else f"the answer {row['answer']!r} stands {count} times in {row['answer_evidence']!r}"
 

@@ -115,4 +115,5 @@ def _read(reply: str) -> tuple[str, list[str]]:
         raise ValueError("no question in the JSON")
     if not isinstance(clues, list) or not clues or not all(isinstance(clue, str) for clue in clues):
         raise ValueError("clues must be a list of texts")
+    "".join([question, *clues]).encode()  # ValueError: half a surrogate pair can be written nowhere
     return " ".join(question.split()), clues

@@ -234,7 +234,16 @@ async def make_all(
         without = [graph.id_of(title) for title in away]
         if inside is not None:
             without += np.flatnonzero(inside != (part == "heldout")).tolist()
-        walker = Walker(graph, walk, without)
+        try:
+            walker = Walker(graph, walk, without)
+        except ValueError as error:
+            if not without:
+                raise
+            told = f"{part}, apart={apart} and heldout_pages={heldout_pages} leave out {len(set(without))} pages: {error}"
+            if not kept.rows:
+                raise ValueError(told) from error
+            log.warning("%s", told)
+            continue
         await make_part(part, counts[part], kept, walker, maker, ledger, concurrency, attempts * counts[part])
         made = len(kept.of(part))
         if made < counts[part]:

@@ -91,11 +91,14 @@ class Walker:
             fits &= (age >= 0) & (age <= config.window_days)  # false for nan
         heads = np.flatnonzero(fits)
         if not len(heads):
+            dates, remedy = "", "widen walk.min_degree or max_degree"
+            if config.cutoff != "none":
+                day = "" if np.isnan(cutoff) else f" ({day_of(cutoff)})"
+                dates = f", none of them a date within {config.window_days:g} days before cutoff={config.cutoff}{day}"
+                remedy = "widen walk.min_degree, max_degree or window_days, or give cutoff=none"
             raise ValueError(
-                f"no page can be a head: {band} of {len(fits)} have {config.min_degree} to {config.max_degree} links, none of "
-                f"them a date within {config.window_days:g} days before cutoff={config.cutoff}"
-                f"{'' if np.isnan(cutoff) else f' ({day_of(cutoff)})'}: widen walk.min_degree, max_degree or window_days, "
-                "or give cutoff=none"
+                f"no page can be a head: {band} of {len(fits)} have {config.min_degree} to {config.max_degree} links and one "
+                f"that can be followed{dates}: {remedy}"
             )
         weight = np.exp(-(age[heads] - age[heads].min()) / config.tau_days)
         return heads, weight / weight.sum(), cutoff

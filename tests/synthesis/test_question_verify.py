@@ -64,6 +64,12 @@ BREAKS = {
     "a page twice": ("form", lambda row: (row["path"][2].update(title=row["path"][0]["title"]),
                                           row["path"][1].update(link=row["path"][0]["title"]))),
     "wrong number of hops": ("form", lambda row: row.update(hops=4)),
+    "a step that is none": ("form", lambda row: row["path"].__setitem__(1, None)),
+    "an alias that is no text": ("form", lambda row: row.update(aliases=[1])),
+    "a clue that is no text": ("form", lambda row: row.update(clues=[None])),
+    "the whole page as evidence": ("answer_found", lambda row: set_answer(row, row["answer"], next(
+        page["text"] for page in rows() if page["title"] == row["path"][-1]["title"]))),
+    "the whole sentence as answer": ("answer_found", lambda row: row.update(answer=row["answer_evidence"])),
     "no path": ("form", lambda row: row.update(path=[], hops=-1)),
     "a missing field": ("form", lambda row: row.pop("answer_evidence")),
     "an empty answer": ("form", lambda row: row.update(answer=" ")),
@@ -89,6 +95,11 @@ def test_a_planted_break_is_found_by_its_rule(corpus, sound, name):
     change(row)
     found = verify_chain(corpus, row)
     assert found is not None and found.partition(":")[0] == rule, found
+
+
+@pytest.mark.parametrize("row", [None, [], "row", 5])
+def test_what_is_no_row_is_told_as_such(corpus, row):
+    assert verify_chain(corpus, row).startswith("form: ")
 
 
 def test_at_the_limits_a_row_still_passes(corpus, sound):

@@ -15,6 +15,7 @@ from megatron_nb.synthesis.question_report import write_questions
 from megatron_nb.synthesis.question_solver import Solver, SolverConfig
 from megatron_nb.synthesis.question_verify import verify_chain
 from megatron_nb.synthesis.question_writer import EndpointWriter, Templates, WriterConfig
+from megatron_nb.synthesis.question_writer import _read as read_question
 from megatron_nb.synthesis.questions import Kept, Maker, make_all, make_part
 from megatron_nb.synthesis.walk import WalkConfig, Walker
 from tests.synthesis.question_stub import Stub
@@ -190,6 +191,20 @@ def test_too_few_walks_give_fewer_questions_and_a_warning(corpus, tmp_path, capl
     kept = make(corpus, tmp_path, {"train": 100, "heldout": 0}, attempts=1)
     assert 0 < len(kept.rows) < 100 and "raise attempts" in caplog.text
     assert kept.attempts["train"] == 100 == len(kept.rows) + kept.dropped["train"].total()
+
+
+def test_when_held_out_pages_are_all_pages_the_held_out_questions_are_kept_and_it_is_told(corpus, tmp_path, caplog):
+    kept = make(corpus, tmp_path, {"train": 5, "heldout": 500}, attempts=2)
+    assert kept.of("heldout") and not kept.of("train")
+    assert "train, apart=path and heldout_pages=None leave out 71 pages: no page can be a head" in caplog.text
+    with pytest.raises(ValueError, match=r"heldout_pages=0.01 leave out 7\d pages: no page can be a head"):
+        make(corpus, tmp_path / "few", heldout_pages=0.01)
+
+
+@pytest.mark.parametrize("reply", ['{"question": "\\ud800", "clues": ["a"]}', '{"question": "q", "clues": ["\\udc00"]}'])
+def test_a_reply_that_no_file_can_hold_is_no_question(reply):
+    with pytest.raises(ValueError, match="surrogates"):
+        read_question(reply)
 
 
 def test_a_part_ends_as_soon_as_it_has_enough(corpus, tmp_path):
