@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import gc
 import gzip
 import json
 import lzma
@@ -235,7 +236,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_build_goes_on_when_there_is_room(
 
     def small(*args, **names):
         connection = real(*args, **names)
-        connection.execute("PRAGMA max_page_count = 11")
+        connection.execute("PRAGMA max_page_count = 7")
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", small)
@@ -243,6 +244,7 @@ def test_a_full_disk_is_told_in_a_line_and_the_build_goes_on_when_there_is_room(
     assert main(words) == 2
     assert re.search(r"error: .*pages.sqlite: database or disk is full: see to the disk", capsys.readouterr().err)
     monkeypatch.undo()
+    gc.collect()  # the connection, which a process that ends would close
     assert main(words) == 0 and len(Corpus.open(tmp_path / "c")) == 120
 
 
