@@ -61,6 +61,11 @@ class CodeConfig:
     time_s: float = 10.0
     memory_mb: int = 512
 
+    def __post_init__(self):
+        for name in ("workers", "time_s", "memory_mb"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"tools.code.{name}={value} must be more than 0")
+
 
 @dataclass
 class ToolsConfig:

@@ -24,6 +24,10 @@ class TeacherConfig:
 
     def validate(self) -> None:
         """Raises ValueError for what no job could use."""
+        if self.max_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"teacher.max_tokens={self.max_tokens} must be at least 1, teacher.temperature={self.temperature} at least 0"
+            )
         if unknown := set(self.roles) - set(ROLES):
             raise ValueError(f"teacher.roles={sorted(unknown)} must be some of {', '.join(ROLES)}")
         missing = [role for role in ROLES if role not in self.roles]

@@ -133,8 +133,10 @@ def test_the_dry_run_tells_what_would_run_and_asks_nobody(words, endpoint, monke
         (["attempt.max_turns=1"], "attempt.max_turns=1 must be at least 2"),
         (["tools.search=/nowhere"], "'/nowhere' is no folder"),
         (["questions=''"], "questions is not set"),
+        (["teacher.max_tokens=0"], "teacher.max_tokens=0 must be at least 1"),
+        (["tools.code.workers=0"], "tools.code.workers=0 must be more than 0"),
     ],
-    ids=["oracle", "no path", "role", "model", "keep", "critic", "judge", "turns", "index", "questions"],
+    ids=["oracle", "no path", "role", "model", "keep", "critic", "judge", "turns", "index", "questions", "tokens", "workers"],
 )
 def test_what_cannot_run_is_refused_before_anything_is_asked(words, endpoint, monkeypatch, capsys, more, complaint):
     with pytest.raises(SystemExit):
