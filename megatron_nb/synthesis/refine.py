@@ -162,6 +162,10 @@ def read_task(row: dict[str, Any], where: str, source: str, config: TaskConfig) 
     ends = isinstance(row.get("messages"), list) and row["messages"] and isinstance(row["messages"][-1], dict)
     said = bool(ends) and row["messages"][-1].get("role") == "assistant"
     conversation, data = read_prompt(row, where, source)
+    asked_for = question_text(conversation.messages)
+    if not conversation.messages[-1]["content"].strip() or asked_for.encode("utf-8", "replace").decode() != asked_for:
+        raise BadRow.at(where, f"the task is {asked_for[:40]!r}", "a task is text that is not empty, in whole letters",
+                        "mend the row, or leave it out")  # fmt: skip
     draft = data.get(config.draft, data.get("reference") if said else None)
     if draft is not None and (not isinstance(draft, str) or not final_answer(draft)):
         raise BadRow.at(where, f"{config.draft} is {str(draft)[:40]!r}", "a draft is text that is not empty",

@@ -103,6 +103,7 @@ class Calls:
                 raise NotAnswered(key)
             try:
                 row = vars(await self.asker.ask(Conversation(messages, name, "", tools), name, seed_of(self.seed, name)))
+                row["text"] = row["text"].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent on
             except TooLong as error:
                 row = {"too_long": str(error)}
             self.ledgers[-1][key] = row
