@@ -17,7 +17,7 @@ from tests.synthesis.small_wiki import small_corpus
 from tools import demo_search_data as data
 from tools import demo_search_report as report
 from tools.demo_search import TOOLS
-from tools.demo_search_start import BLANK, write_start
+from tools.demo_search_start import BEGINS, BLANK, write_start
 
 ROOT = Path(__file__).parents[2]
 TOLD = [SCHEMAS[name] for name in TOOLS]
@@ -56,6 +56,27 @@ def test_a_word_is_cut_the_same_way_with_and_without_a_space_before_it(corpus, t
 @pytest.mark.parametrize("text", ["[1] Brandor\nIt is", '{"name": "search"}', "a  b\t\n\n c", "don't 漢字 é", "<tool_call>\n"])
 def test_text_comes_back_as_it_was(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_where_an_argument_begins_the_start_finds_what_stands_behind_a_mark(tokenizer, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    write_start(tmp_path / "start", tmp_path / "tokenizer", seed=1)
+    model, vocabulary = LlamaForCausalLM.from_pretrained(tmp_path / "start"), tokenizer.get_vocab()
+    words = [number for word, number in vocabulary.items() if word.isalpha() and word.isascii()]
+    found = 0
+    for seed in range(20):
+        ids, rng = random.Random(seed).sample(words, 60), random.Random(seed)
+        hit, match = rng.sample(range(5, 50), 2)
+        for marks in ({hit: "]"}, {hit: "]", match: "**"}):
+            row = []
+            for place, word in enumerate(ids):
+                row += [vocabulary[marks[place]], word] if place in marks else [word]
+            with torch.no_grad():
+                said = model(torch.tensor([[*row, vocabulary[BEGINS]]])).logits[0, -1, words].argmax()
+            found += words[said] == ids[match if len(marks) == 2 else hit]
+    assert found > 34  # of 40
 
 
 def test_the_start_copies_and_random_weights_do_not(tokenizer, tmp_path):
