@@ -15,18 +15,16 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import ipaddress
 import logging
 import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron_nb.listening import ListenConfig
 from megatron_nb.sandbox.service_metrics import ServiceMetrics
 from megatron_nb.sandbox.service_wire import HEAD_BYTES, Answer, gone, linger, read_body, read_head, send
 
@@ -41,41 +39,18 @@ Work = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # a row in, a row 
 
 
 @dataclass
-class ServiceConfig:
+class ServiceConfig(ListenConfig):
     """Where it listens, who may ask and how much it takes on."""
 
-    host: str = "127.0.0.1"
-    port: int = 8700  # 0: a free one
-    token_env: str | None = None  # the environment variable that holds the token
-    token_file: str | None = None  # or the file; None of both: none is asked for
-    without_token: bool = False  # listen beyond this machine without one
+    port: int = 8700
     queue: int = 512  # rows waiting and under way; more are refused
+    deadline_s: float = 600.0
     max_body_mb: float = 64.0
-    deadline_s: float = 600.0  # of a request
-    drain_s: float = 30.0  # after SIGTERM, for the requests under way to finish
 
     def __post_init__(self):
-        for name in ("queue", "max_body_mb", "deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
-        if not 0 <= self.port < 1 << 16 or self.drain_s < 0:
-            raise ValueError(f"port={self.port} must be 0 to 65535 and drain_s={self.drain_s} at least 0")
-        if self.token_env and self.token_file:
-            raise ValueError(f"token_env={self.token_env!r} and token_file={self.token_file!r}: name one of them")
-        if not (self.token_env or self.token_file or self.without_token or _is_loopback(self.host)):
-            raise ValueError(
-                f"host={self.host!r} can be reached by other machines and no token is asked for: name token_env or token_file, "
-                "or say without_token to let everyone run programs here"
-            )
-
-    def token(self) -> bytes | None:
-        """What clients must send; None: nothing. ValueError when it was to be read and is not there."""
-        if not (self.token_env or self.token_file):
-            return None
-        found = os.environ.get(self.token_env, "") if self.token_env else Path(self.token_file).read_text()
-        if not found.strip():
-            raise ValueError(f"{self.token_env or self.token_file} holds no token: put one there")
-        return found.strip().encode()
+        super().__post_init__()
+        if self.max_body_mb <= 0:
+            raise ValueError(f"max_body_mb={self.max_body_mb} must be more than 0")
 
 
 def serve(config: ServiceConfig, workers: int | None = None, isolation: str = "bubblewrap") -> None:
@@ -284,9 +259,3 @@ class Service:
                 with contextlib.suppress(Exception):  # counted, and shown by /health
                     await self._one("/judge", 0, PROBE)
             await asyncio.sleep(PROBE_S if self._broken == 0 else 1.0)
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

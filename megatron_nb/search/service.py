@@ -13,22 +13,19 @@ library's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import ipaddress
 import json
 import logging
-import os
 import signal
 import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from megatron_nb.client import RequestFailed
+from megatron_nb.listening import ListenConfig
 from megatron_nb.search.backend import Search
 
 MOST = 100  # hits
@@ -40,40 +37,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class ServiceConfig:
+class ServiceConfig(ListenConfig):
     """Where it listens, who may ask and how much it takes on."""
 
-    host: str = "127.0.0.1"
-    port: int = 8710  # 0: a free one
-    token_env: str | None = None  # the environment variable that holds the token
-    token_file: str | None = None  # or the file; None of both: none is asked for
-    without_token: bool = False  # listen beyond this machine without one
-    queue: int = 256  # requests under way; more are refused
-    deadline_s: float = 60.0  # of a request
-    drain_s: float = 30.0  # after SIGTERM, for the requests under way to finish
-
-    def __post_init__(self):
-        for name in ("queue", "deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
-        if not 0 <= self.port < 1 << 16 or self.drain_s < 0:
-            raise ValueError(f"port={self.port} must be 0 to 65535 and drain_s={self.drain_s} at least 0")
-        if self.token_env and self.token_file:
-            raise ValueError(f"token_env={self.token_env!r} and token_file={self.token_file!r}: name one of them")
-        if not (self.token_env or self.token_file or self.without_token or _is_loopback(self.host)):
-            raise ValueError(
-                f"host={self.host!r} can be reached by other machines and no token is asked for: name token_env or token_file, "
-                "or say without_token"
-            )
-
-    def token(self) -> bytes | None:
-        """What clients must send; None: nothing. ValueError when it was to be read and is not there."""
-        if not (self.token_env or self.token_file):
-            return None
-        found = os.environ.get(self.token_env, "") if self.token_env else Path(self.token_file).read_text()
-        if not found.strip():
-            raise ValueError(f"{self.token_env or self.token_file} holds no token: put one there")
-        return found.strip().encode()
+    port: int = 8710
 
 
 class Answer(Exception):
@@ -265,9 +232,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, form: str, *words: Any) -> None:
         log.debug(form, *words)
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
