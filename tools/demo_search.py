@@ -4,7 +4,8 @@
     python tools/demo_search.py --seeds 3
 
     1  wiki           index and graph of the sample that package gensim brings (106 articles)
-    2  questions      synthesize_questions: chains of quotes with gaps over 1 and 2 links; held-out ones on other pages
+    2  questions      synthesize_questions: chains of quotes with gaps over 1 and 2 links; held-out answers stand on pages that
+                      no training question asks for
     3  trajectories   synthesize_trajectories: an oracle walks the way with the real tools, and errs now and then; rules of
                       the critic drop its bad turns
     4  sft            a model of two million parameters, on flagged turns and on copying exercises (demo_search_data.py)
@@ -44,6 +45,7 @@ TOOLS = ("search", "find_in_page")
 SAYS = {"hits": 2, "snippet_tokens": 12, "context_words": 8, "matches": 2, "page_tokens": 96, "result_tokens": 128,
         "mark_matches": "true"}  # fmt: skip
 TURNS, TURN, PROMPT = 8, 64, 480  # of an episode at most, and tokens of a turn and of a prompt with its tools
+TEMPERATURE = 0.6  # of rollouts and of the trainer's log-probs: one wrong token of two hundred ends an episode
 
 
 @dataclass
@@ -53,8 +55,8 @@ class Size:
     train: int = 500  # questions
     heldout: int = 100
     trajectories: int = 300  # questions that the oracle attempts; RL asks all of them
-    exercises: int = 4000
-    exercise_share: float = 0.75  # of the draws of SFT
+    exercises: int = 10000
+    exercise_share: float = 0.85  # of the draws of SFT
     sft_steps: int = 1200  # of two packs of POSITIONS tokens
     sft_lr: float = 2e-3
     rl_steps: int = 40
@@ -89,7 +91,7 @@ class SearchDemo(Demo):
         self.stage(("questions", "synthesize", [
             "--config-name", "synthesize_questions", f"corpus={self.corpus}", f"train={size.train}", f"heldout={size.heldout}",
             "walk.min_steps=1", "walk.max_steps=2", "walk.cutoff=none", "walk.min_degree=1", "writer.form=quotes",
-            "same_links=1", "heldout_pages=0.3",
+            "same_links=1", "apart=answer", "heldout_pages=0.3",
         ]))  # fmt: skip
 
     def make_data(self) -> None:
@@ -135,7 +137,8 @@ class SearchDemo(Demo):
             "--config-name", "rl_agentic", *self.shape, "parallel=cpu2", "answers=episodes_short",
             f"init_from={start}", f"prompts.sources.a.path={self.questions}/train.jsonl",
             f"prompts.heldout.a.path={self.questions}/heldout.jsonl", f"prompts.heldout_limit={size.heldout}",
-            f"prompts.max_tokens={PROMPT}", f"sampling.max_tokens={TURN}", "agent=keep_all", f"agent.max_turns={TURNS}",
+            f"prompts.max_tokens={PROMPT}", f"sampling.max_tokens={TURN}", f"sampling.temperature={TEMPERATURE}",
+            "agent=keep_all", f"agent.max_turns={TURNS}",
             f"agent.max_tokens={POSITIONS}", *self.tools("agent.tools"), f"update.pack_tokens={2 * POSITIONS}",
             f"credit.max_tokens={POSITIONS // 4}", "engine.native.kv_cache_gb=0.5", "engine.native.block_size=16",
             "engine.native.max_concurrency=64", f"engine.native.max_sequence_length={POSITIONS}",

@@ -4,9 +4,10 @@ A search agent lives by copying names from results into calls. Attention learns 
 current token stood before, take the one that followed it) only after millions of tokens, which two cores do not see in
 minutes. So some heads are written by hand, everything else is random; training then moves all of it.
 
-    embedding    [token half | 1 | room for the token before]; a word with and without a space before it differ by SPACE alone
-    layer 0      head 0 looks one place back, by rotary angle alone, and writes that token's half into the room
-    layer 1      heads 0 and 1 look for places whose room holds the current token, and write the token that stands there
+    embedding    [token half | 1 | two rooms]; a word with and without a space before it differ by SPACE alone
+    layer 0      heads 0 and 1 look one and two places back, by rotary angle alone, and write what they find into the rooms
+    layer 1      heads 0 and 1 look for places whose rooms hold the current token and the one before it, and write the token
+                 that stands there
                  heads 2 and 3 do so, where an argument begins, for places whose room holds a mark of a result: MARKS
 
 Only rotary pairs that hardly turn within the longest row take part in that look-up, so rope_theta is large.
@@ -22,13 +23,16 @@ import torch
 BLANK = "Ġ"  # a space, as byte-level tokenizers write it
 LAYERS, HIDDEN, HEADS, HEAD, MLP, THETA, POSITIONS = 3, 192, 4, 64, 512, 1e6, 1024
 HALF = HIDDEN // 2
-BACK_PAIRS, BACK_LOGIT = 4, 24.0  # rotary pairs that tell the place before from others, and its attention logit
-MATCH_LOGIT = 20.0  # of a place whose room holds the current token
+BACK_PAIRS, BACK_LOGIT = 4, 40.0  # rotary pairs that tell the place before from others, and its attention logit
+ROOMS = slice(HALF + 1, HALF + 1 + HEAD), slice(HALF + 1 + HEAD, HIDDEN)  # for the token before, and the one before that
+NORMED = math.sqrt(HIDDEN / (2 + (HIDDEN - HALF - 1) / HALF))  # behind a norm, when the rooms are full
+MATCH_LOGIT = 24.0  # of a place whose room holds the current token
+PAIR_LOGIT = 20.0  # on top, where the other room holds the token before it
 COPIED = 4.0  # how strongly a found token is written
 SPACE = 0.3  # distance of a word behind a space from the same word elsewhere
 BEGINS = BLANK + '"'  # the token before an argument
 MARKS = {"]": 14.0, "**": 20.0}  # attention logits of what follows a hit's number, and of what follows a match
-STILL = 0.5  # radians that a pair may turn over the longest row
+STILL = 1.0  # radians that a pair may turn over the longest row
 
 
 def shape(vocabulary: int) -> list[str]:
@@ -102,40 +106,45 @@ def _copy(v: torch.Tensor, o: torch.Tensor, heads: range, normed: float) -> None
 
 
 def _look_back(attention: torch.nn.Module) -> None:
-    """Query and key are constants, the query turned one place on: they agree best at the place before."""
-    q, k, v, o = _clear(attention, range(1))
+    """Query and key are constants, the query turned so many places on: they agree best at the place so far before."""
+    q, k, v, o = _clear(attention, range(2))
     normed = math.sqrt(HIDDEN / 2)  # of the constant 1 and of the token half, behind the norm
     size = math.sqrt(BACK_LOGIT * math.sqrt(HEAD) / BACK_PAIRS) / normed
-    for pair, angle in enumerate(_turning()[:BACK_PAIRS].tolist()):
-        k[pair, HALF] = size
-        q[pair, HALF], q[pair + HEAD // 2, HALF] = size * math.cos(angle), -size * math.sin(angle)
-    v[:HEAD, :HEAD] = torch.eye(HEAD) / normed
-    o[HALF + 1 : HALF + 1 + HEAD, :HEAD] = torch.eye(HEAD)
+    for head, room in enumerate(ROOMS):
+        for pair, angle in enumerate(_turning()[:BACK_PAIRS].tolist()):
+            first, second, back = head * HEAD + pair, head * HEAD + pair + HEAD // 2, (head + 1) * angle
+            k[first, HALF] = size
+            q[first, HALF], q[second, HALF] = size * math.cos(back), -size * math.sin(back)
+        width = room.stop - room.start
+        v[head * HEAD : head * HEAD + width, :width] = torch.eye(width) / normed
+        o[room, head * HEAD : head * HEAD + width] = torch.eye(width)
 
 
 def _look_up(attention: torch.nn.Module) -> None:
-    """The query reads the current token, the key the room; each head by other directions, and copies half of a token half."""
+    """The query reads the current token and the one before, the key both rooms; each head by other directions."""
     q, k, v, o = _clear(attention, range(2))
-    places, normed = _still(), math.sqrt(HIDDEN / (2 + HEAD / HALF))
-    size = math.sqrt(MATCH_LOGIT * math.sqrt(HEAD) * HALF / len(places)) / normed
+    places, (near, far) = _still(), ROOMS
+    size = math.sqrt(math.sqrt(HEAD) * HALF / len(places)) / NORMED
     for head in range(2):
-        directions = torch.linalg.qr(torch.randn(HEAD, HEAD))[0][: len(places)]
-        for place, direction in zip(places, directions):
-            q[head * HEAD + place, :HEAD] = size * direction
-            k[head * HEAD + place, HALF + 1 : HALF + 1 + HEAD] = size * direction
-    _copy(v, o, range(2), normed)
+        for logit, asks, holds in ((MATCH_LOGIT, 0, near), (PAIR_LOGIT, near.start, far)):
+            width = holds.stop - holds.start
+            directions = torch.linalg.qr(torch.randn(width, width))[0][: len(places)]
+            for place, direction in zip(places, math.sqrt(logit) * size * directions):
+                q[head * HEAD + place, asks : asks + width] += direction
+                k[head * HEAD + place, holds] += direction
+    _copy(v, o, range(2), NORMED)
 
 
 def _look_for(attention: torch.nn.Module, weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
     """The query is the marks where the current token is BEGINS, and next to nothing elsewhere; the key reads the room."""
     q, k, v, o = _clear(attention, range(2, 4))
-    places, normed = _still(), math.sqrt(HIDDEN / (2 + HEAD / HALF))
+    places = _still()
     begins, *marks = (weight[vocabulary[token], :HEAD].clone() for token in (BEGINS, *MARKS))
     wanted = sum(logit * mark / mark.norm() ** 2 for mark, logit in zip(marks, MARKS.values()))
-    size = math.sqrt(HEAD) * HEAD / len(places) / normed**2
+    size = math.sqrt(HEAD) * HEAD / len(places) / NORMED**2
     for head in range(2, 4):
         directions = torch.linalg.qr(torch.randn(HEAD, HEAD))[0][: len(places)]
         for place, direction in zip(places, directions):
             q[head * HEAD + place, :HEAD] = size * (direction @ wanted) * begins / begins.norm() ** 2
-            k[head * HEAD + place, HALF + 1 : HALF + 1 + HEAD] = direction
-    _copy(v, o, range(2, 4), normed)
+            k[head * HEAD + place, ROOMS[0]] = direction
+    _copy(v, o, range(2, 4), NORMED)
