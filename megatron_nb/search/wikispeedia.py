@@ -16,9 +16,9 @@ from megatron_nb.search.dump import Mark
 from megatron_nb.search.pages import Page, clean_title
 
 NOISE = re.compile(
-    r"^(#copyright|Retrieved from .*|This reference article is .*)$|"
-    r"^(This is a (featured|good) article\. Click here for more information\.|SOS Children .*)$"
+    r"^(#copyright|This is a (featured|good) article\. Click here for more information\.|SOS Children .*)$"
 )
+FOOTER = re.compile(r"^ *(Retrieved from|This reference article is mainly selected) ", re.MULTILINE)  # with all that follows
 PICTURE = "Enlarge"  # stands between a picture's two captions
 VERB = re.compile(r"\b(is|are|was|were|refers?|has|have|had|became|denotes?|means|consists?)\b")
 FURTHEST = 15  # paragraphs among which the first sentence of the article is looked for
@@ -58,7 +58,7 @@ class Wikispeedia:
 def tidied(text: str, title: str) -> str:
     """Whole paragraphs of a text wrapped at 75 columns, without head and captions; what stood in a box follows the lead."""
     paragraphs: list[str] = []
-    for block in re.split(r"\n\s*\n", text):
+    for block in re.split(r"\n\s*\n", FOOTER.split(text, maxsplit=1)[0]):
         if "Wikipedia Selection. Related subjects" in block:
             continue
         lines = [line.strip() for line in block.split("\n")]

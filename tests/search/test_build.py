@@ -24,6 +24,7 @@ from megatron_nb.search.__main__ import main
 from megatron_nb.search.build import build
 from megatron_nb.search.corpus import Corpus, Link
 from megatron_nb.search.pages import KINDS, LINK_KINDS
+from megatron_nb.search.wikispeedia import tidied
 from tests.search.dumps import page_xml, write_dump
 
 KILLED = """
@@ -285,3 +286,10 @@ def test_the_real_dump_gives_pages_with_evidence(tmp_path, shared_data):
     assert corpus.page("ASCII").date and corpus.page("Austin (disambiguation)").kind == "disambiguation"
     assert not any(mark in page.text for page in pages for mark in ("[[", "]]", "<ref"))
     assert corpus.search("eight-time Grand Slam champion tennis", 3)[0].title == "Andre Agassi"
+
+
+def test_a_wikispeedia_footer_goes_whole_however_it_is_wrapped():
+    body = "Ice sheet\n\n   An ice sheet is a mass of glacier ice.\n   See: sea level rise.\n"
+    notice = "   This reference article is mainly selected from the English Wikipedia\n   with only minor checks and changes.\n"
+    for footer in (f'   Retrieved from " http://x/Ice_sheet"\n{notice}', notice, f"\n{notice}   See also our Disclaimer.\n"):
+        assert tidied(body + footer, "Ice sheet") == "An ice sheet is a mass of glacier ice. See: sea level rise."
