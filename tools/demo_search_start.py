@@ -31,7 +31,10 @@ PAIR_LOGIT = 20.0  # on top, where the other room holds the token before it
 COPIED = 4.0  # how strongly a found token is written
 SPACE = 0.3  # distance of a word behind a space from the same word elsewhere
 BEGINS = BLANK + '"'  # the token before an argument
-MARKS = {"]": 14.0, "**": 20.0}  # attention logits of what follows a hit's number, and of what follows a match
+MARKS = {"]": 14.0, "**": 28.0}  # attention logits of what follows a hit's number, and of what follows a match
+FIRST = {"1": 6.0}  # on top, where the token before the mark is this: the first hit
+FLAG = 0.8  # of a token half of length 1
+FLAGS = [BEGINS, *MARKS, *FIRST]  # tokens with a dimension of their own, the first ones of the token half
 STILL = 1.0  # radians that a pair may turn over the longest row
 
 
@@ -61,7 +64,7 @@ def write_start(folder: Path, tokenizer: Path, seed: int) -> None:
         _embed(model.model.embed_tokens.weight, words.get_vocab())
         _look_back(model.model.layers[0].self_attn)
         _look_up(model.model.layers[1].self_attn)
-        _look_for(model.model.layers[1].self_attn, model.model.embed_tokens.weight, words.get_vocab())
+        _look_for(model.model.layers[1].self_attn)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
@@ -75,6 +78,10 @@ def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
         if word.startswith(BLANK) and word[1:].isalnum() and (alone := vocabulary.get(word[1:])) is not None:
             weight[number, :HALF] = weight[alone, :HALF] + space
             weight[alone, :HALF] -= space
+    weight[:, : len(FLAGS)] = 0
+    for dimension, token in enumerate(FLAGS):  # as long as others, or a look back would pass them by
+        weight[vocabulary[token], :HALF] *= math.sqrt(1 - FLAG**2) / weight[vocabulary[token], :HALF].norm()
+        weight[vocabulary[token], dimension] = FLAG
 
 
 def _turning() -> torch.Tensor:
@@ -135,16 +142,13 @@ def _look_up(attention: torch.nn.Module) -> None:
     _copy(v, o, range(2), NORMED)
 
 
-def _look_for(attention: torch.nn.Module, weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
-    """The query is the marks where the current token is BEGINS, and next to nothing elsewhere; the key reads the room."""
+def _look_for(attention: torch.nn.Module) -> None:
+    """The query is the flag of BEGINS, the keys are the rooms' flags of marks: nothing else takes part."""
     q, k, v, o = _clear(attention, range(2, 4))
-    places = _still()
-    begins, *marks = (weight[vocabulary[token], :HEAD].clone() for token in (BEGINS, *MARKS))
-    wanted = sum(logit * mark / mark.norm() ** 2 for mark, logit in zip(marks, MARKS.values()))
-    size = math.sqrt(HEAD) * HEAD / len(places) / NORMED**2
+    place = _still()[-1]
     for head in range(2, 4):
-        directions = torch.linalg.qr(torch.randn(HEAD, HEAD))[0][: len(places)]
-        for place, direction in zip(places, directions):
-            q[head * HEAD + place, :HEAD] = size * (direction @ wanted) * begins / begins.norm() ** 2
-            k[head * HEAD + place, ROOMS[0]] = direction
+        q[head * HEAD + place, FLAGS.index(BEGINS)] = math.sqrt(HEAD) / (FLAG * NORMED) ** 2
+        for room, marks in zip(ROOMS, (MARKS, FIRST)):
+            for token, logit in marks.items():
+                k[head * HEAD + place, room.start + FLAGS.index(token)] = logit
     _copy(v, o, range(2, 4), NORMED)

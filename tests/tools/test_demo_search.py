@@ -76,7 +76,7 @@ def test_where_an_argument_begins_the_start_finds_what_stands_behind_a_mark(toke
             with torch.no_grad():
                 said = model(torch.tensor([[*row, vocabulary[BEGINS]]])).logits[0, -1, words].argmax()
             found += words[said] == ids[match if len(marks) == 2 else hit]
-    assert found > 20  # of 40; a random guess finds 1 of 60
+    assert found > 30  # of 40
 
 
 def test_the_start_copies_and_random_weights_do_not(tokenizer, tmp_path):
