@@ -57,8 +57,8 @@ class Size:
     trajectories: int = 300  # questions that the oracle attempts; RL asks all of them
     exercises: int = 10000
     exercise_share: float = 0.75  # of the draws of SFT
-    sft_steps: int = 800  # of two packs of POSITIONS tokens
-    sft_lr: float = 1e-3
+    sft_steps: int = 1200  # of two packs of POSITIONS tokens
+    sft_lr: float = 2e-3
     rl_steps: int = 40
     rl_batch: int = 8  # questions, 8 episodes of each
     rl_lr: float = 3e-4
