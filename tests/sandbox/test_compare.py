@@ -151,7 +151,8 @@ def test_a_wrong_setting_is_refused(bad):
     "value",
     [
         None, True, 0, -1, 10**5000, -(10**5000), 1.5, -0.0, float("inf"), 1e-320, "", "\ud800", "a\nb\u2028", b"\x00\xff",
-        bytearray(b"ab"), 2 - 3j, (), (1, (2, [3])), [[]], pytest.param({1, "a", (2, 3)}, id="set"), frozenset({1}), {}, {"a": {1: (2,)}},
+        bytearray(b"ab"), 2 - 3j, (), (1, (2, [3])), [[]], pytest.param({1, "a", (2, 3)}, id="set"),
+        frozenset({1}), {}, {"a": {1: (2,)}},
         {"!set": [1]}, {(1, 2): 3}, Decimal("1.50"), Fraction(-1, 3), range(3, 9, 2), deque([1, 2]), datetime.date(2020, 2, 29),
         datetime.datetime(2020, 2, 29, 1, 2, 3, 4), datetime.time(1, 2), datetime.timedelta(days=-1, microseconds=1),
     ],
