@@ -134,7 +134,7 @@ def chain_words(cluster, name):
     words = [word for word in cluster.words(name) if not word.startswith(("name=", "runs_dir=", "num_steps=", "launch"))]
     words = [*words, "num_steps=6", "checkpoint.every=2", "launch.slurm.nodes=2", "launch.slurm.ranks_per_node=2"]
     (cluster.folder / "chain.yaml").write_text(
-        "defaults: [CascadeConfig, _self_]\nstages:\n  one: {stage: sft}\n"
+        "defaults: [CascadeConfig, {launch: local}, _self_]\nstages:\n  one: {stage: sft}\n"
         "  two: {stage: sft, start_from: one, words: [seed=2]}\n"
         "  three: {stage: sft, start_from: two, words: [seed=3]}\n"
     )
