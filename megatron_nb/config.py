@@ -6,6 +6,7 @@ composed is compared with it key by key and type by type before any work. A key 
 """
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import itertools
@@ -112,10 +113,15 @@ def compose(schema: type, stage: str, words: list[str] | tuple[str, ...] = (), f
     return build(schema, OmegaConf.to_container(values, resolve=True))
 
 
+def _command_line() -> tuple[list[str], argparse.Namespace]:
+    """(words of sys.argv as Hydra knows them, the same parsed)"""
+    words = ["launch.dry_run=true" if word == "--dry-run" else word for word in sys.argv[1:]]
+    return words, get_args_parser().parse_args(words)
+
+
 def schema_of_stage(known: Collection[str]) -> str:
     """The schema that the stage file of the command line begins with: one of `known`, or the process ends with code 2."""
-    words = ["launch.dry_run=true" if word == "--dry-run" else word for word in sys.argv[1:]]
-    arguments = get_args_parser().parse_args(words)
+    _, arguments = _command_line()
     stages = {stage: schema for stage, schema in _schemas(_folders(arguments.config_dir)).items() if schema in known}
     if arguments.config_name not in stages:
         asked = arguments.config_name
@@ -144,8 +150,7 @@ def _schemas(folders: list[Path]) -> dict[str, str | None]:
 
 def _from_command_line(main: Callable, schema: type, stage: str | None) -> Any:
     """The configuration sys.argv asks for, or None when it only asked to see something (or Hydra ran a sweep)."""
-    words = ["launch.dry_run=true" if word == "--dry-run" else word for word in sys.argv[1:]]
-    arguments = get_args_parser().parse_args(words)
+    words, arguments = _command_line()
     stage = arguments.config_name or stage
     folders = _folders(arguments.config_dir)
     if arguments.help:

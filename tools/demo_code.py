@@ -18,8 +18,6 @@ beyond two standard errors (over prompts; over seeds with --seeds), while the pa
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ from megatron_nb.rewards.judging import JudgeConfig
 from megatron_nb.run import write_summary
 from tools import demo_code_data
 from tools.demo_code_report import STAGES, Course, Referee, draw, flat, judge_stages, over_seeds, shown, table
-from tools.demo_files import arguments
+from tools.demo_files import arguments, end_with
 from tools.demo_rl import Demo
 from tools.unpack_gguf import gguf_in_package, unpack
 
@@ -151,8 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
-    try:
-        sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"error: stage {error.cmd} ended with code {error.returncode}; the end of its log stands above")
+    end_with(main)

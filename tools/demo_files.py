@@ -1,9 +1,13 @@
-"""What the demos share: their command line, rows as JSONL, and a small tokenizer."""
+"""What the demos share: their command line and their end, rows as JSONL, and a small tokenizer."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,15 @@ def arguments(description: str | None, name: str) -> argparse.Namespace:
     suffix = ("" if options.model == "tiny" else f"-{options.model}") + ("-fast" if options.fast else "")
     options.folder = options.folder or Path(f"runs/{name}{suffix}")
     return options
+
+
+def end_with(main: Callable[[], int]) -> None:
+    """Run a demo and leave with its exit code; a stage that fails is one line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: stage {error.cmd} ended with code {error.returncode}; the end of its log stands above")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

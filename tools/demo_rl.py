@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -32,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from megatron_nb.run import write_summary
 from tools import demo_rl_data
 from tools.bench_train import free_port
-from tools.demo_files import arguments
+from tools.demo_files import arguments, end_with
 from tools.demo_rl_report import TOLD, Course, Gain, Judges, draw, flat, judge_stage, over_seeds, prompt_key, shown, table
 from tools.unpack_gguf import gguf_in_package, unpack
 
@@ -247,8 +246,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
-    try:
-        sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"error: stage {error.cmd} ended with code {error.returncode}; the end of its log stands above")
+    end_with(main)

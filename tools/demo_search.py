@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -39,7 +38,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from megatron_nb.rollout.tools import SCHEMAS
 from megatron_nb.run import write_summary
 from tools import demo_search_data as data
-from tools.demo_files import arguments
+from tools.demo_files import arguments, end_with
 from tools.demo_rl import Demo
 from tools.demo_search_report import Course, draw, flat, judge_stages, over_seeds, shown, table
 from tools.demo_search_start import POSITIONS, shape, write_start
@@ -210,10 +209,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
     try:
-        sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"error: stage {error.cmd} ended with code {error.returncode}; the end of its log stands above")
+        end_with(main)
     except ValueError as error:
         sys.exit(f"error: {error}")
