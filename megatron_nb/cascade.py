@@ -21,6 +21,7 @@ from typing import Any, Literal
 from megatron_nb import slurm
 from megatron_nb.config import ConfigError, compose, job, schema_in, to_yaml
 from megatron_nb.launch import LaunchConfig, slurm_job
+from megatron_nb.ledger import Gate, LedgerConfig
 from megatron_nb.run import run_folder, write_atomic
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class StageConfig:
     words: list[str] = field(default_factory=list)  # its command line; {NAME} is the run folder of stage NAME
     start_from: str | None = None  # the stage whose checkpoint it starts from; null: its words say, or it needs none
     after: list[str] = field(default_factory=list)  # further stages that must be done first
+    gate: Gate | None = None  # what it must reach for those behind it to begin
 
 
 @dataclass
@@ -53,7 +55,8 @@ class CascadeConfig:
     name: str = "cascade"
     runs_dir: str = "runs"
     stages: dict[str, StageConfig] = field(default_factory=dict)  # in order
-    words: list[str] = field(default_factory=list)  # of every stage, before its own: [model=tiny, parallel=cpu1]
+    words: list[str] = field(default_factory=list)  # of every stage that knows their key, before its own: [model=tiny]
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)  # evaluations after stages
     from_stage: str | None = None  # run this one and those behind it again; what they made before is moved aside
     action: Literal["run", "cancel"] = "run"  # cancel: take every job of the chain out of the queue
     launch: LaunchConfig = field(default_factory=LaunchConfig)
