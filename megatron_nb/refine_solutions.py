@@ -17,6 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_nb.asking.askers import AnswererConfig, Asker, TooLong
+from megatron_nb.asking.ledger import Ledger, ledger_name
+from megatron_nb.asking.loading import decides, shape_of, with_asker
 from megatron_nb.config import job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.model.gpt import check_layout
@@ -24,9 +27,6 @@ from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.rollout.native import NativeConfig
 from megatron_nb.run import Run
-from megatron_nb.synthesis.answers import AnswererConfig, Asker, TooLong
-from megatron_nb.synthesis.asking import decides, ledger_name, shape_of, with_asker
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.refine import (
     LengthConfig,
     Reasoning,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_nb.asking.ledger import Progress
 from megatron_nb.config import job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.rewards.judging import CodeJudge, JudgeConfig
@@ -21,7 +22,6 @@ from megatron_nb.run import Run, write_atomic
 from megatron_nb.sandbox.ladder import LADDER, UNKNOWN
 from megatron_nb.synthesis.complexity_programs import program
 from megatron_nb.synthesis.complexity_rows import LabelledSource, labelled_rows
-from megatron_nb.synthesis.ledger import Progress
 
 log = logging.getLogger(__name__)
 FILES = {"train": "train", "seen": "train", "heldout": "heldout"}  # file -> whose templates its programs have

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_nb.asking.askers import Answer, AnswererConfig, Asker
+from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
+from megatron_nb.asking.loading import decides, shape_of, with_asker
 from megatron_nb.config import flatten, job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.model.gpt import check_layout
@@ -26,9 +29,7 @@ from megatron_nb.rewards.reward import RewardConfig, build_reward, check_reward
 from megatron_nb.rollout.agent import seed_of
 from megatron_nb.rollout.native import NativeConfig
 from megatron_nb.run import Run
-from megatron_nb.synthesis.answers import Answer, AnswererConfig, Asker, Question, answer_all
-from megatron_nb.synthesis.asking import decides, ledger_name, shape_of, with_asker
-from megatron_nb.synthesis.ledger import Ledger, Progress
+from megatron_nb.synthesis.answers import Question, answer_all
 from megatron_nb.synthesis.preferences import Judged, PairsConfig, QuestionConfig, read_questions, write_pairs
 
 log = logging.getLogger(__name__)

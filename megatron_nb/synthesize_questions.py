@@ -12,13 +12,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.config import flatten, job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.run import Run
 from megatron_nb.search.backend import LocalSearch
 from megatron_nb.search.corpus import Corpus
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.question_quotes import Quotes
 from megatron_nb.synthesis.question_report import write_questions
 from megatron_nb.synthesis.question_solver import Solver, SolverConfig

@@ -13,6 +13,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
 from megatron_nb.client import ClientConfig, RequestFailed
 from megatron_nb.config import job
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
@@ -24,8 +25,6 @@ from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.rollout.tools import ToolsConfig
 from megatron_nb.run import Run
 from megatron_nb.schema import flatten
-from megatron_nb.synthesis.asking import ledger_name
-from megatron_nb.synthesis.ledger import Ledger, Progress
 from megatron_nb.synthesis.trajectories import AttemptConfig, Attempts, attempt_all
 from megatron_nb.synthesis.trajectory_export import row_of, statistics, write_all
 from megatron_nb.synthesis.trajectory_rules import AnswerConfig, AnswerFilter, calls_of

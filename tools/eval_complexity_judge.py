@@ -25,6 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megatron_nb.asking.askers import AnswererConfig, EngineAsker
+from megatron_nb.asking.loading import shape_of
 from megatron_nb.client import ClientConfig
 from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.model.gpt import build
@@ -38,8 +40,6 @@ from megatron_nb.rollout.agent import seed_of
 from megatron_nb.rollout.native import NativeConfig, NativeEngine
 from megatron_nb.run import write_atomic, write_summary
 from megatron_nb.sandbox.ladder import LADDER, UNKNOWN, rank
-from megatron_nb.synthesis.answers import AnswererConfig, EngineAsker
-from megatron_nb.synthesis.asking import shape_of
 from megatron_nb.training.start import find_origin, load_start
 
 CACHE_GB = 0.5  # keys and values of the answers under way

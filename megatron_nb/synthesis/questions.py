@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_nb.asking.ledger import Ledger, Progress
 from megatron_nb.rewards.answer_search import normalised
 from megatron_nb.rollout.agent import seed_of
 from megatron_nb.search.corpus import Corpus
-from megatron_nb.synthesis.ledger import Ledger, Progress
 from megatron_nb.synthesis.question_chain import Draft, Pages, Unusable, draft
 from megatron_nb.synthesis.question_quotes import Quotes, quotes
 from megatron_nb.synthesis.question_solver import CHECKS, NOT_CHECKED, Solver

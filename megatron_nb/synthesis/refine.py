@@ -21,11 +21,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_nb.asking.askers import TooLong
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.data.prompts import PromptSource, read_prompt
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.records import Conversation
-from megatron_nb.synthesis.answers import TooLong
 from megatron_nb.synthesis.refine_calls import Calls, Unreadable
 from megatron_nb.synthesis.refine_leaks import LeakConfig, leaks_in, phrases_in
 from megatron_nb.synthesis.refine_wording import (

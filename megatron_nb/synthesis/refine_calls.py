@@ -15,12 +15,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_nb.asking.askers import Answer, Asker, TooLong
+from megatron_nb.asking.ledger import Ledger, Progress
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.records import Conversation, Group, Prompt, Rollout
 from megatron_nb.rewards.reward import ComposedReward, RewardConfig, TermConfig, build_reward
 from megatron_nb.rollout.agent import seed_of
-from megatron_nb.synthesis.answers import Answer, Asker, TooLong
-from megatron_nb.synthesis.ledger import Ledger, Progress
 
 log = logging.getLogger(__name__)
 

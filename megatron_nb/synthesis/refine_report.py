@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.run import write_atomic
-from megatron_nb.synthesis.ledger import Ledger
 
 CARD = """\
 ---

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_nb.asking.ledger import Ledger, Progress
 from megatron_nb.data import schemas
 from megatron_nb.rollout.calls import Call, parse, plain
 from megatron_nb.rollout.toolbox import Result
-from megatron_nb.synthesis.ledger import Ledger, Progress
 
 log = logging.getLogger(__name__)
 ROLES = ("planner", "searcher", "writer")

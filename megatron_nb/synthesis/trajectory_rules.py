@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.client import ClientConfig
 from megatron_nb.rewards.answer_search import AnswerJudge, answer_of, matches
 from megatron_nb.rewards.critic_memory import plain
 from megatron_nb.rewards.text import spellings
-from megatron_nb.synthesis.ledger import Ledger
 
 RULES = {  # why an attempt is dropped, in the order in which it is looked at
     "malformed": "its calls could not be read, turn after turn",

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from megatron_nb import synthesize, synthesize_questions
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.config import compose
 from megatron_nb.search.corpus import Corpus
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.question_verify import verify_chain
 from tests.synthesis.small_wiki import small_corpus
 

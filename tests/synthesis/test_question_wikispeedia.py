@@ -16,9 +16,9 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.search.build import build
 from megatron_nb.search.corpus import Corpus
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.question_verify import verify_chain
 from megatron_nb.synthesis.question_writer import Templates
 from megatron_nb.synthesis.questions import Maker, make_all

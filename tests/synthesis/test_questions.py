@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.client import ClientConfig
 from megatron_nb.rewards.answer_search import normalised
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.search.backend import LocalSearch
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.question_report import write_questions
 from megatron_nb.synthesis.question_solver import Solver, SolverConfig
 from megatron_nb.synthesis.question_verify import verify_chain

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_nb.asking.askers import Answer
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.config import STAGES
 from megatron_nb.data.formats import parse
 from megatron_nb.data.prompts import PromptSource
 from megatron_nb.data.rows import BadRow
 from megatron_nb.records import Conversation, Prompt, Rollout
-from megatron_nb.synthesis.answers import Answer
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.refine import (
     LengthConfig,
     Rules,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_nb.synthesis.ledger import Ledger
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.synthesis.refine_calls import Calls, NotAnswered, SameConfig, open_same
 from tests.synthesis.refine_stub import Stub
 

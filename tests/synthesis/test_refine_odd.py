@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.data.prompts import PromptSource
 from megatron_nb.data.rows import BadRow
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.refine import TaskConfig, read_tasks
 from megatron_nb.synthesis.refine_calls import Calls, SameConfig
 from tests.synthesis.test_refine import Script

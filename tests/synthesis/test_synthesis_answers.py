@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nb.asking.askers import Answer, AnswererConfig, EndpointAsker, EngineAsker, TooLong
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.client import ClientConfig
 from megatron_nb.records import Conversation
-from megatron_nb.synthesis.answers import Answer, AnswererConfig, EndpointAsker, EngineAsker, Question, TooLong, answer_all
-from megatron_nb.synthesis.ledger import Ledger
+from megatron_nb.synthesis.answers import Question, answer_all
 from tests.data.data_tokenizers import tiny
 from tests.rollout.fake_engine import FakeEngine
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nb.asking.ledger import Ledger
 from megatron_nb.rewards.critic_steps import steps_of
 from megatron_nb.rollout.toolbox import Result
-from megatron_nb.synthesis.ledger import Ledger
 from megatron_nb.synthesis.trajectories import LEFT_OUT, PROMPTS, AttemptConfig, Attempts, attempt, attempt_all
 from megatron_nb.synthesis.trajectory_rules import AnswerConfig, AnswerFilter
 from megatron_nb.synthesis.trajectory_teacher import _message

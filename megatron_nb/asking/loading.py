@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import yaml
 
+from megatron_nb.asking.askers import AnswererConfig, Asker, EndpointAsker, EngineAsker
 from megatron_nb.data.tokenizer import load_tokenizer
 from megatron_nb.model.gpt import build
 from megatron_nb.model.hf import LiveWeights
@@ -19,7 +18,6 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.rollout.native import NativeConfig, NativeEngine
 from megatron_nb.schema import flatten
-from megatron_nb.synthesis.answers import AnswererConfig, Asker, EndpointAsker, EngineAsker
 from megatron_nb.training.checkpoint_folder import resolve
 from megatron_nb.training.start import find_origin, load_start
 
@@ -32,12 +30,6 @@ def shape_of(path: str) -> ModelConfig:
     if step is None:
         return config_from_hf(path)
     return ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
-
-
-def ledger_name(kind: str, *told: Any) -> str:
-    """KIND-DIGEST of everything that decides the rows, so that a changed configuration does not meet the old ones."""
-    text = json.dumps(told, sort_keys=True, default=str)
-    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def decides(answerer: AnswererConfig) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What a synthesis has finished, on disk: rows appended with fsync, read back by key. A kill loses only rows under way."""
+"""What a job has finished, on disk: rows appended with fsync, read back by key. A kill loses only rows under way."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -13,6 +14,12 @@ from megatron_nb.training.metrics import duration
 
 log = logging.getLogger(__name__)
 TELL_S = 5.0
+
+
+def ledger_name(kind: str, *told: Any) -> str:
+    """KIND-DIGEST of everything that decides the rows, so that a changed configuration does not meet the old ones."""
+    text = json.dumps(told, sort_keys=True, default=str)
+    return f"{kind}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 class Ledger:

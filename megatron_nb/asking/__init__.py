@@ -1,0 +1,1 @@
+"""Asking a model many things: who answers, and what was answered, on disk."""

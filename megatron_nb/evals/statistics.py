@@ -1,0 +1,66 @@
+"""Numbers that evaluations are reported in: unbiased pass@k and pass^k, majority votes, means with confidence bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z95 = 1.959963984540054  # of a normal distribution: 95 % lie within
+DRAWS = 2000  # of a bootstrap
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that one of k of the n attempts, c of them right, is right (arXiv 2107.03374).
+
+    Exact integers, divided once. ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    _check(n, c, k)
+    return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float:
+    """C(c, k) / C(n, k): the chance that all of k of the n attempts are right (arXiv 2406.12045). ValueError as pass_at_k."""
+    _check(n, c, k)
+    return math.comb(c, k) / math.comb(n, k)
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"k={k} of n={n} attempts with c={c} right: 0 <= c <= n and 1 <= k <= n are needed; raise samples")
+
+
+def mean_with_bounds(name: str, by_item: Sequence[Sequence[float]]) -> dict[str, float]:
+    """NAME, NAME_low, NAME_high: the mean over items of their attempts' means, with 95 % bounds; {} for no item.
+
+    With one attempt of 0 or 1 each it is Wilson's interval; else 1.96 standard errors over the items, which are what is drawn
+    (attempts at one item are not independent; arXiv 2411.00640).
+    """
+    if not by_item:
+        return {}
+    means = np.array([np.mean(its) for its in by_item])
+    mean = float(means.mean())
+    if all(len(its) == 1 and its[0] in (0, 1) for its in by_item):
+        low, high = wilson(int(means.sum()), len(means))
+    else:
+        error = Z95 * float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+        spread = error if math.isfinite(error) else 0.0
+        low, high = mean - spread, mean + spread
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """95 % bounds of a share (Wilson 1927)."""
+    share, z2 = right / total, Z95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(values: Sequence[float], statistic: object = np.mean, seed: int = 0) -> tuple[float, float]:
+    """95 % bounds of statistic(values) over DRAWS draws of as many values with replacement."""
+    rng, values = np.random.default_rng(seed), np.asarray(values)
+    found = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(DRAWS)]
+    low, high = np.quantile(found, [0.025, 0.975])
+    return float(low), float(high)
