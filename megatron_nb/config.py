@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_nb.give_up import GivesUp, give_up
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
 __all__ = [  # fmt: skip
@@ -59,7 +60,8 @@ def job(schema: type, stage: str | None = None) -> Callable:
 
     The decorated function also takes a finished config, as tests and other jobs call it. A mistake in the configuration
     ends the process with code 2 and one line on rank 0, before `main`. A ValueError that this project's code raises while
-    `main` runs is a user's mistake too (a bad data file): one line, code 1. HYDRA_FULL_ERROR=1 shows the traceback.
+    `main` runs is a user's mistake too (a bad data file), and so is a GivesUp: one line, code 1. HYDRA_FULL_ERROR=1 shows
+    the traceback.
     """
     ConfigStore.instance().store(name=schema.__name__, node=defaults(schema))
 
@@ -76,7 +78,7 @@ def job(schema: type, stage: str | None = None) -> Callable:
                 return None
             try:
                 return main(config)
-            except ValueError as error:
+            except (ValueError, GivesUp) as error:
                 if not _raised_by_us(error):
                     raise
                 _stop(error, code=1)
@@ -237,5 +239,7 @@ def _stop(error: Exception, code: int) -> typing.NoReturn:
     else:
         rank = f"rank {_rank()}: " if "RANK" in os.environ and code != 2 else ""
         cause = f": {error.__cause__}" if isinstance(error, HydraException) and error.__cause__ else ""
-        print(f"error: {rank}{error}{cause}", file=sys.stderr)
+        told = "\n".join([f"{rank}{error}{cause}", *getattr(error, "__notes__", [])])
+        print(f"error: {told}", file=sys.stderr)
+        give_up(told)
     sys.exit(code)

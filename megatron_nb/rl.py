@@ -21,6 +21,7 @@ import numpy as np
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
 from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.give_up import GivesUp
 from megatron_nb.launch import elsewhere, look_around, open_run, watchdog
 from megatron_nb.model.gpt import build
 from megatron_nb.parallel import topology
@@ -174,10 +175,13 @@ def ratios_of(groups: list[Group], samples: list[Sample]) -> dict[str, list[floa
 
 
 def count_refused(bad: int, step: int, updated: dict[str, float], limit: int) -> int:
-    """Steps in a row with a refused update, this one included; RuntimeError when they reach `limit`."""
+    """Steps in a row with a refused update, this one included; GivesUp when they reach `limit`."""
     bad = bad + 1 if updated.get("skipped") else 0
     if bad >= limit:
-        raise RuntimeError(f"{bad} steps in a row had an update refused for NaN or inf, the last is {step}: see the log")
+        raise GivesUp(
+            f"{bad} steps in a row had an update refused for NaN or inf, the last is {step}: its samples are in the log, its "
+            "rollouts in the run's folder. Lower optimizer.lr or clip more; tools/rollouts.py shows what was generated"
+        )
     return bad
 
 

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_nb.give_up import GivesUp
+
 BEAT_S, STALE_S = 5.0, 60.0
 NAME = re.compile(r"[\w.+=-]+(/[\w.+=-]+)*")
 
@@ -158,8 +160,17 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
+            if isinstance(error, GivesUp):
+                error.add_note(_last_steps(self.metrics))
             log.debug("stopped by %s", kind.__name__, exc_info=error)  # DEBUG: the file only, the console has it already
         self.close()
+
+
+def _last_steps(metrics: Path, count: int = 10) -> str:
+    """A line for each of the last steps: what led up to the end."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()[-count:]] if metrics.exists() else []
+    shown = ("step", "loss", "lr", "grad_norm", "skipped")
+    return "\n".join("  ".join(f"{key} {row[key]:.4g}" for key in shown if row.get(key) is not None) for row in rows)
 
 
 class Lock:

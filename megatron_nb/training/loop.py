@@ -6,6 +6,7 @@ import logging
 import sys
 from typing import Any
 
+from megatron_nb.give_up import GivesUp
 from megatron_nb.training.checkpoint import Checkpoints
 from megatron_nb.training.signals import REQUEUE_EXIT, StopSignal
 from megatron_nb.training.trainer import StepResult, Trainer
@@ -14,13 +15,15 @@ log = logging.getLogger(__name__)
 
 
 def count_bad(bad: int, step: int, result: StepResult, limit: int) -> int:
-    """Refused steps in a row, this one included; RuntimeError when they reach `limit`."""
+    """Refused steps in a row, this one included; GivesUp when they reach `limit`: the same steps would be refused again."""
     if not result.skipped:
         return 0
     log.error("step %d was refused: loss or gradient is not finite; samples %s", step, ", ".join(result.skipped[:32]))
     if bad + 1 >= limit:
-        raise RuntimeError(
-            f"{bad + 1} steps in a row were refused for NaN or inf, the last is {step}: see the log for the samples"
+        raise GivesUp(
+            f"{bad + 1} steps in a row were refused for NaN or inf, the last is {step}, with samples "
+            f"{', '.join(result.skipped[:8])}. Lower optimizer.lr or lengthen its warm-up; replay_step={step} shows "
+            "the loss of each of its micro-batches with the weights of the newest checkpoint"
         )
     return bad + 1
 
