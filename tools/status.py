@@ -1,4 +1,4 @@
-"""What became of a run, or of every stage of a chain: job, steps, rate, time left, last loss and reward, and why it failed.
+"""What became of a run, or of every stage of a chain: job, steps, rate, time left, last loss and reward; why it waits or died.
 
 python tools/status.py runs/NAME [--log-lines 12] [--json]
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,9 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_nb import slurm
+from megatron_nb.training.checkpoint_folder import newest_complete
 
 RECENT = 20  # steps that the rate is taken over
 SHOWN = ("loss", "reward_mean", "heldout_loss", "heldout_reward")  # last values worth a column
+FULL_GB = 0.01  # with less left, a disk counts as full
 DEAD = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
@@ -38,7 +42,8 @@ class Status:
     step_s: float | None = None  # median of the last steps
     left_s: float | None = None
     last: dict[str, float] | None = None
-    reason: str = ""  # of a run that died: the last lines of its log
+    reason: str = ""  # of a run that waits or died: what Slurm says, what the job said, or the last lines of its log
+    services: list[str] | None = None  # beside it: name, address, restarts
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -71,21 +76,52 @@ def status_of(folder: Path, name: str, log_lines: int) -> Status:
         told.state = "done"
         return told
     state = slurm.state(job) if job and slurm.here() else None
+    told.services = services_of(folder)
     if state in slurm.WAITS:
         told.state = "running" if state in ("RUNNING", "COMPLETING") else f"waiting ({state.lower()})"
+        told.reason = why_it_waits(job) if state == "PENDING" else ""
     elif (folder / "lock").exists() and state is None:
         told.state = "running"
     elif state in DEAD or attempts:
         told.state = (state or "stopped").lower().replace("_", " ")
-        told.reason = last_lines(folder, log_lines)
+        told.reason = why_it_died(folder, job, state, log_lines)
     if told.state == "running" and told.step_s and told.num_steps:
         told.left_s = told.step_s * (told.num_steps - told.step)
     return told
 
 
+def services_of(folder: Path) -> list[str]:
+    """A line for each engine, judge or search beside the run."""
+    told = [json.loads(path.read_text()) | {"name": path.stem} for path in sorted(folder.glob("services/*.json"))]
+    return [f"{one['name']} at {one.get('url')} on {one.get('node')}, {one.get('restarts', 0)} restarts" for one in told]
+
+
+def why_it_waits(job: str) -> str:
+    """What Slurm says of a job that does not run; empty when it only waits for its turn."""
+    done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%r"], capture_output=True, text=True)
+    said = done.stdout.strip().splitlines()
+    return said[0] if said and said[0] not in ("None", "Priority", "BeginTime") else ""
+
+
+def why_it_died(folder: Path, job: str | None, state: str | None, log_lines: int) -> str:
+    """The reason that the job itself left; else the end of its log, with what goes on from where."""
+    told = folder / "slurm" / f"stopped-{job}.txt"
+    if told.exists():
+        return told.read_text().strip()
+    newest = newest_complete(folder)
+    lines = [last_lines(folder, log_lines)]
+    if shutil.disk_usage(folder).free / 1e9 < FULL_GB:
+        lines.append(f"the disk of {folder} is full: make room, then start the same command again")
+    elif newest is not None:
+        lines.append(f"the same command goes on from {newest.name}")
+    elif state == "CANCELLED":
+        lines.append("there is no checkpoint yet: the same command begins again")
+    return "\n".join(filter(None, lines))
+
+
 def last_lines(folder: Path, count: int) -> str:
     """The end of the newest log: the job's own, which holds all ranks' consoles, or else rank 0's."""
-    logs = [*folder.glob("slurm/*.log"), *folder.glob("logs/attempt-*/rank-0.log")]
+    logs = [path for path in [*folder.glob("slurm/*.log"), *folder.glob("logs/attempt-*/rank-0.log")] if path.stat().st_size]
     if not logs:
         return ""
     newest = max(logs, key=lambda path: path.stat().st_mtime)
@@ -113,7 +149,9 @@ def print_table(told: list[Status]) -> None:
     console.print(table)
     for one in told:
         if one.reason:
-            console.print(f"\n{one.name} is {one.state}. {one.reason}", markup=False, highlight=False)
+            console.print(f"\n{one.name} is {one.state}: {one.reason}", markup=False, highlight=False)
+        for line in one.services or []:
+            console.print(f"{one.name}: {line}", markup=False, highlight=False)
 
 
 def main() -> None:
@@ -130,7 +168,7 @@ def main() -> None:
         print(json.dumps([asdict(one) for one in told], indent=2))
     else:
         print_table(told)
-    sys.exit(int(any(one.reason for one in told)))
+    sys.exit(int(any(one.reason and not one.state.startswith("waiting") for one in told)))
 
 
 if __name__ == "__main__":
