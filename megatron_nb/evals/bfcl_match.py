@@ -94,7 +94,7 @@ def _value(described: dict[str, Any], accepted: list[Any], value: Any, language:
     if within is not None and not any(_items_fit(value, within, one) for one in accepted):
         return f"its items are not of type {items}"
     if wanted is dict:
-        right = any(value == one or _dict(value, one) for one in accepted if one != "")
+        right = any(_dict(value, one) for one in accepted if one != "")
     elif wanted is list and within is dict:
         right = any(_dicts(value, one) for one in accepted if one != "")
     elif wanted is list:
@@ -115,9 +115,9 @@ def _items_fit(value: list[Any], kind: type, accepted: Any) -> bool:
 def _dict(value: Any, accepted: dict[str, list[Any]]) -> bool:
     if not isinstance(value, dict) or not value.keys() <= accepted.keys():
         return False
-    given = all(isinstance(accepted[key], list) and plain(item) in [plain(one) for one in accepted[key]]
-                for key, item in value.items())  # fmt: skip
-    return given and all("" in values for key, values in accepted.items() if key not in value)
+    lists = {key: its if isinstance(its, list) else [its] for key, its in accepted.items()}  # some rows hold the value itself
+    given = all(plain(item) in [plain(one) for one in lists[key]] for key, item in value.items())
+    return given and all("" in values for key, values in lists.items() if key not in value)
 
 
 def _dicts(value: list[Any], accepted: list[dict[str, list[Any]]]) -> bool:
