@@ -34,8 +34,8 @@ from megatron_nb.give_up import GivesUp, give_up
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
 __all__ = [  # fmt: skip
-    "AFTER_SWEEP", "ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "job", "schema_in", "schema_of_stage",
-    "sweep_point", "to_yaml",
+    "AFTER_SWEEP", "ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "groups_in", "job", "schema_in",
+    "schema_of_stage", "sweep_point", "to_yaml",
 ]
 
 STAGES = Path(str(files("hydra_conf"))).absolute()  # a job starts from any working directory
@@ -142,6 +142,12 @@ def sweep_point() -> list[str] | None:
 def schema_in(stage: str) -> str | None:
     """The schema that a stage file of this project begins with."""
     return _schemas(_folders(None)).get(stage)
+
+
+def groups_in(stage: str) -> list[str]:
+    """The groups that a stage file of this project lets one choose from."""
+    told = (yaml.safe_load((STAGES / f"{stage}.yaml").read_text()) or {}).get("defaults") or []
+    return [group for default in told if isinstance(default, dict) for group in default]
 
 
 def _schemas(folders: list[Path]) -> dict[str, str | None]:

@@ -21,10 +21,11 @@ LAYERS = [
     ["megatron_nb.training", "megatron_nb.rollout"],
     ["megatron_nb.rewards", "megatron_nb.asking"],
     ["megatron_nb.synthesis", "megatron_nb.evals"],
-    ["megatron_nb.slurm", "megatron_nb.ledger"],
+    ["megatron_nb.slurm", "megatron_nb.ledger", "megatron_nb.processes"],
     ["megatron_nb.sweep"],
     ["megatron_nb.launch"],
-    ["megatron_nb.rl_config"],
+    ["megatron_nb.rl_config", "megatron_nb.chain"],
+    ["megatron_nb.chain_check"],
     [
         *("megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.evaluate"),
         *(f"megatron_nb.synthesize_{what}" for what in ("preferences", "complexity", "questions", "trajectories")),

@@ -10,7 +10,6 @@ Rows of padding are zero and are never exported. The output folder appears under
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,14 +19,15 @@ import yaml
 
 from megatron_nb.model.global_tensors import CONFIG, HF, Piece, model_objects, row_blocks, write_global_tensors
 from megatron_nb.model.gpt import DTYPES, check_layout
-from megatron_nb.model.hf import Box, CheckpointWeights, HfSource
-from megatron_nb.model.hf_config import config_from_hf, config_to_hf, read_json
-from megatron_nb.model.hf_files import bytes_of, copy_companions, new_folder, parse_size, write_safetensors
-from megatron_nb.model.hf_names import hf_shapes, tensors_of
+from megatron_nb.model.hf import Box, HfSource
+from megatron_nb.model.hf_config import config_from_hf
+from megatron_nb.model.hf_files import bytes_of, copy_companions, new_folder, parse_size
+from megatron_nb.model.hf_names import tensors_of
 from megatron_nb.model.progress import GB, Meter
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig
-from megatron_nb.training.checkpoint_folder import resolve, seal
+from megatron_nb.training.checkpoint_folder import seal
+from megatron_nb.training.export import export_hf, size_in_bytes
 
 
 def import_hf(hf: Path, out: Path, tensor: int = 1, pipeline: int = 1, dtype: str | None = None) -> Meter:
@@ -35,7 +35,7 @@ def import_hf(hf: Path, out: Path, tensor: int = 1, pipeline: int = 1, dtype: st
     config = config_from_hf(hf, dtype)
     check_layout(config, ParallelConfig(tensor=tensor, pipeline=pipeline))
     source = HfSource(hf, config, cast=dtype is not None)
-    with Meter(f"import {hf}", _size(config)) as meter, new_folder(out, meter.total) as partial:
+    with Meter(f"import {hf}", size_in_bytes(config)) as meter, new_folder(out, meter.total) as partial:
         pieces = _pieces(source, config, tensor, meter)
         meter.total = sum(bytes_of(piece.shape, piece.dtype) for piece in pieces)
         write_global_tensors(partial, pieces, model_objects(config))
@@ -66,33 +66,6 @@ def _pieces(source: HfSource, config: ModelConfig, tensor: int, meter: Meter) ->
             at = (() if layer is None else (layer,)) + (row,) + (0,) * (len(shape) - 1)
             pieces.append(Piece(entry.key, stack + shape, at, (1,) * len(stack) + box_shape, dtype, produce))
     return pieces
-
-
-def export_hf(checkpoint: Path, out: Path, max_shard_bytes: int = 5 * 10**9) -> Meter:
-    """Write the Hugging Face folder `out` from a checkpoint, or from the newest checkpoint of a run."""
-    checkpoint = resolve(checkpoint) or checkpoint
-    source = CheckpointWeights(checkpoint)
-    config, total = source.config, _size(source.config)
-    with Meter(f"export {checkpoint}", total) as meter, new_folder(out, total) as partial:
-        origin = checkpoint / HF
-        if origin.is_dir():
-            copy_companions(origin, partial)
-        carried = partial / "config.json"
-        raw = config_to_hf(config, read_json(carried) if carried.is_file() else None)
-        carried.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-        tensors = _metered(source.hf_tensors(), meter)
-        write_safetensors(partial, hf_shapes(config), DTYPES[config.dtype], tensors, max_shard_bytes)
-    return meter
-
-
-def _metered(tensors, meter: Meter):
-    for name, tensor in tensors:
-        yield name, tensor
-        meter.add(tensor.nbytes)
-
-
-def _size(config: ModelConfig) -> int:
-    return sum(bytes_of(shape, DTYPES[config.dtype]) for shape in hf_shapes(config).values())
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -1,0 +1,103 @@
+"""What every stage of a chain says of itself before the first one begins: its own dry run, and inputs that are not there."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import io
+import logging
+import multiprocessing
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_nb.chain import Link
+from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
+from megatron_nb.launch import is_free
+
+# keys whose values are files and folders that a stage reads
+INPUTS = ("path", "checkpoint", "init_from", "corpus", "questions", "search", "tokenizer", "exclude")
+SCRIPT = ", for sbatch:\n"  # what launch.py puts before a script
+
+
+@dataclass
+class Checked:
+    """A link that is not done, looked at."""
+
+    report: str = ""  # what its dry run prints below the configuration
+    problem: str = ""  # by which it would end
+    missing: list[str] = field(default_factory=list)  # KEY=PATH of inputs that no stage makes and that are not there
+    later: list[str] = field(default_factory=list)  # names of stages that must have made something before more can be said
+
+
+def check_links(links: list[Link]) -> dict[str, Checked]:
+    """Every link that is not done, by name. In processes of their own: a job's look at itself leaves nothing behind here."""
+    open_ = [link for link in links if not link.done]
+    if not open_:
+        return {}
+    with ProcessPoolExecutor(min(len(open_), 4), mp_context=multiprocessing.get_context("fork")) as pool:
+        told = list(pool.map(_dry_run, [link.module for link in open_], [link.config for link in open_]))
+    return {link.name: _judged(link, links, *said) for link, said in zip(open_, told)}
+
+
+def _dry_run(module: str, config: Any) -> tuple[str, str]:
+    """(report, problem) of a job."""
+    config.launch.dry_run, said = True, io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(said):
+            import_module(module).main(config)
+    except (ValueError, OSError) as error:
+        return "", str(error)
+    except Exception:  # a bug: the chain must not begin, and its other stages are still to be looked at
+        return "", traceback.format_exc()
+    report = said.getvalue().removeprefix(to_yaml(config)).strip("\n")
+    if SCRIPT in report:
+        report = report.partition(SCRIPT)[0].rpartition("\n\n")[0]
+    return report, ""
+
+
+def _judged(link: Link, links: list[Link], report: str, problem: str) -> Checked:
+    """What a dry run said, in the light of what earlier stages have yet to make."""
+    found = Checked(report, problem)
+    waiting = {other.name: other.run for other in links if not other.done}
+    for key, value in inputs_of(link.config):
+        maker = next((name for name, run in waiting.items() if Path(value).absolute().is_relative_to(run)), None)
+        if maker is not None:
+            if str(value) in problem or str(waiting[maker]) in problem:
+                found.later.append(maker)
+        elif not Path(value).exists() and not glob.glob(value, recursive=True):
+            found.missing.append(f"{key}={value}")
+            if str(value) in problem:
+                found.problem = ""
+    if found.later:
+        found.problem = ""
+    return found
+
+
+def inputs_of(config: Any) -> list[tuple[str, str]]:
+    """(dotted key, path) of everything a job reads."""
+    return [(key, value) for key, value in flatten(config).items()
+            if isinstance(value, str) and value and key.rpartition(".")[2] in INPUTS and "://" not in value]  # fmt: skip
+
+
+def changed_since(link: Link) -> dict[str, tuple[Any, Any]]:
+    """{key: (then, now)} of what a stage that is done was made with and would not be now."""
+    try:
+        then = from_yaml(link.run / "config.yaml", type(link.config))
+    except (OSError, ValueError):  # an older version of this project wrote it, or none did
+        return {}
+    return {key: pair for key, pair in diff(then, link.config).items() if not is_free(key)}
+
+
+def refuse(checked: dict[str, Checked]) -> None:
+    """ConfigError naming every stage that cannot run as things are."""
+    lines = []
+    for name, found in checked.items():
+        lines += [f"  {name}: {found.problem}"] if found.problem else []
+        lines += [f"  {name}: {one} is not there" for one in found.missing]
+    if lines:
+        raise ConfigError("these stages could not run, so none is begun:\n" + "\n".join(lines))

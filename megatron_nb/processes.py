@@ -1,0 +1,111 @@
+"""A stage in processes of this machine, begun as copies of the one that has loaded everything already.
+
+On a machine without devices a stage is forked: torch and all jobs are imported, so it starts in no time, and its ranks need no
+torchrun. With devices a copy would inherit a driver that cannot be used after a fork, so there the stage is a fresh Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+
+import torch
+
+from megatron_nb.parallel.topology import ON_CPU
+from megatron_nb.training.signals import REQUEUE_EXIT
+
+log = logging.getLogger(__name__)
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+GRACE_S = 10.0  # for the other ranks to see by themselves that one has died
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run(module: str, words: list[str], ranks: int = 1) -> int:
+    """The exit code of `torchrun --nproc-per-node RANKS -m module words`; of the first rank that failed.
+
+    A signal that asks this process to stop asks the stage to save and leave; a second one kills it. It ends with this process.
+    """
+    fork = multiprocessing.get_context("fork")
+    worlds = _worlds(ranks) if ON_CPU else [{}]  # a fresh Python calls torchrun itself
+    stage = [fork.Process(target=_stage, args=(module, words, world, os.getpid()), name=module) for world in worlds]
+    with _handing_on(stage):
+        for process in stage:
+            process.start()
+        code, since = 0, None
+        while alive := [process for process in stage if process.exitcode is None]:
+            wait([process.sentinel for process in alive], timeout=None if since is None else GRACE_S)
+            failed = [process.exitcode for process in stage if process.exitcode]
+            code = code or (failed or [0])[0]
+            if code not in (0, REQUEUE_EXIT):
+                since = since or time.monotonic()
+                if time.monotonic() - since >= GRACE_S:
+                    for process in alive:
+                        process.kill()
+    return code
+
+
+@contextmanager
+def _handing_on(stage: list[multiprocessing.Process]) -> Iterator[None]:
+    """Signals to this process go to the stage."""
+    asked = 0
+
+    def hand_on(number: int, frame) -> None:
+        nonlocal asked
+        asked += 1
+        for process in stage:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGTERM if asked == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, hand_on) for number in ASKED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _worlds(ranks: int) -> list[dict[str, str]]:
+    """The environment of every rank, as torchrun would set it."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _stage(module: str, words: list[str], world: dict[str, str], parent: int) -> None:
+    """In the copy: be `python -m module words`."""
+    for number in ASKED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: this process's parent hands it on, as SIGTERM
+    die_with(parent)
+    for handler in list(logging.getLogger().handlers):
+        logging.getLogger().removeHandler(handler)
+    sys.argv = [module, *words]
+    if not ON_CPU:
+        os.execv(sys.executable, [sys.executable, "-m", module, *words])
+    os.environ.update(world)
+    if world and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun has it
+    importlib.import_module(module).main()
+
+
+def die_with(parent: int) -> None:
+    """Be asked to leave when the parent is gone, however it went; Linux only."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        sys.exit(REQUEUE_EXIT)
