@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,7 +19,8 @@ from megatron_nb.model.hf import LiveWeights
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig, Topology
-from megatron_nb.rollout.native import NativeConfig, NativeEngine
+from megatron_nb.rollout.engines import EngineConfig, build_engine
+from megatron_nb.rollout.native import NativeConfig
 from megatron_nb.schema import flatten
 from megatron_nb.training.checkpoint_folder import resolve
 from megatron_nb.training.start import find_origin, load_start
@@ -40,32 +44,52 @@ def decides(answerer: AnswererConfig) -> dict[str, Any]:
     return told | {"checkpoint": str(resolve(answerer.checkpoint) or answerer.checkpoint)}
 
 
+def identity(answerer: AnswererConfig) -> list[Any]:
+    """What tells one model from another: where it is and, of a checkpoint, the sizes and times of its files."""
+    if answerer.endpoint:
+        return [answerer.endpoint.base_url, answerer.endpoint.model]
+    folder = resolve(answerer.checkpoint) or Path(answerer.checkpoint).expanduser()
+    files = sorted(file for file in (folder.rglob("*") if folder.is_dir() else [folder]) if file.is_file())
+    told = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+    return [str(folder.absolute()), digest, answerer.chat_template]
+
+
 def with_asker(
-    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig, engine: NativeConfig,
-    max_prompt_tokens: int,
+    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig,
+    engine: NativeConfig | EngineConfig, max_prompt_tokens: int | None,
 ) -> None:  # fmt: skip
     """Run `work` with the model on every share of the questions. Collective; what work raises passes through."""
     if answerer.endpoint:
         asyncio.run(work(EndpointAsker(answerer), place.rank, place.world))
     else:
+        engine = engine if isinstance(engine, EngineConfig) else EngineConfig(native=engine)
         _with_checkpoint(answerer, work, place, seed, parallel, engine, max_prompt_tokens)
         gc.collect()  # its memory, before the next model is loaded
 
 
 def _with_checkpoint(
-    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig, engine: NativeConfig,
-    max_prompt_tokens: int,
+    answerer: AnswererConfig, work: Work, place: Topology, seed: int, parallel: ParallelConfig, config: EngineConfig,
+    max_prompt_tokens: int | None,
 ) -> None:  # fmt: skip
     model = shape_of(answerer.checkpoint)
     origin = find_origin(answerer.checkpoint, model)
     tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
+    longest = model.max_position_embeddings
+    if config.kind == "native":
+        longest = config.native.max_sequence_length or longest
+    if answerer.max_tokens >= longest:
+        raise ValueError(
+            f"an answer of max_tokens={answerer.max_tokens} leaves no room for a prompt in the {longest} tokens of a sequence: "
+            "lower it"
+        )
     chunks = build(model, parallel)
     load_start(origin, chunks, model, seed)
-    native = NativeEngine(engine, model, place)
-    native.load_weights(LiveWeights(chunks, model), version=0)
-    longest = (engine.max_sequence_length or model.max_position_embeddings) - answerer.max_tokens
-    asker = EngineAsker(native, tokenizer, answerer, min(max_prompt_tokens, longest))
+    engine = build_engine(config, model, place, longest, None)
+    engine.load_weights(LiveWeights(chunks, model), version=0)
+    room = longest - answerer.max_tokens
+    asker = EngineAsker(engine, tokenizer, answerer, room if max_prompt_tokens is None else min(max_prompt_tokens, room))
     try:
-        native.run(lambda: work(asker, native.replica, native.replicas))
+        engine.run(lambda: work(asker, engine.replica, engine.replicas))
     finally:
-        native.close()
+        engine.close()
