@@ -23,7 +23,7 @@ import numpy as np
 from megatron_nb.asking.askers import Answer, Asker
 from megatron_nb.evals.bfcl_match import check
 from megatron_nb.evals.bfcl_rows import CATEGORIES, SEVERAL, category_of, package_folder, read_category, step_of
-from megatron_nb.evals.stateful import Stage, Step, World, begin
+from megatron_nb.evals.stateful import Stage, Step, World, class_at
 from megatron_nb.evals.statistics import mean_with_bounds
 from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig, Verdict, by_item
 from megatron_nb.rollout.calls import plain
@@ -39,6 +39,7 @@ class BfclConfig(TaskConfig):
     categories: list[str] = field(default_factory=lambda: list(CATEGORIES))
     steps: int = 20  # of one turn of several; more fail the item
     classes: dict[str, str] = field(default_factory=dict)  # your own worlds of several turns: name -> module:Class
+    dots: bool = True  # false: math.factorial is offered as math_factorial, for servers that refuse dots in names
 
     def __post_init__(self):
         super().__post_init__()
@@ -60,13 +61,16 @@ class Bfcl(Task):
         self._stage = Stage()
 
     def read(self) -> Sequence[Item]:
-        classes = self.config.classes
-        return [item for category in self.config.categories for item in read_category(self.folder, category, classes)]
+        config = self.config
+        return [
+            item for category in config.categories
+            for item in read_category(self.folder, category, config.classes, config.dots)
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raises ValueError for a class of a world that cannot be had."""
-        worlds = {name: place for item in self.items() for name, place in item.gold.get("classes", {}).items()}
-        begin(World(worlds))
+        for place in {place for item in self.items() for place in item.gold.get("classes", {}).values()}:
+            class_at(place)
 
     def close(self) -> None:
         self._stage.close()

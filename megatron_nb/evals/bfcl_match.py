@@ -14,7 +14,9 @@ from typing import Any
 from megatron_nb.evals.bfcl_literals import read_literal
 from megatron_nb.rollout.calls import Call
 
-PYTHON = {"string": str, "integer": int, "float": float, "boolean": bool, "array": list, "tuple": list, "dict": dict, "any": str}
+PYTHON = {
+    "string": str, "integer": int, "float": float, "boolean": bool, "array": list, "tuple": list, "dict": dict, "any": str,
+}  # fmt: skip
 FOREIGN = {  # of Java and JavaScript
     **dict.fromkeys(("byte", "short", "integer", "long", "Bigint"), int), **dict.fromkeys(("float", "double"), float),
     **dict.fromkeys(("boolean", "Boolean"), bool), **dict.fromkeys(("char", "String", "any"), str),

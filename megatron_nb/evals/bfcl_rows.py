@@ -37,7 +37,7 @@ def package_folder() -> Path:
     """The data of the installed package, found without importing it. ValueError when it is not installed."""
     found = importlib.util.find_spec("bfcl_eval")
     if found is None:
-        raise ValueError("path is not set and the package bfcl-eval is not installed: pip install --no-deps bfcl-eval, or set path")
+        raise ValueError("no path is set and bfcl-eval is not installed: set path, or pip install --no-deps bfcl-eval")
     return Path(found.submodule_search_locations[0]) / "data"
 
 
@@ -46,8 +46,11 @@ def category_of(item: str) -> str:
     return re.sub(r"_[\d-]+$", "", item)
 
 
-def read_category(folder: Path, category: str, classes: dict[str, str]) -> Iterator[Item]:
-    """The items of a category. classes: your own, name -> module:Class. Raises BadRow, and ValueError for a missing file."""
+def read_category(folder: Path, category: str, classes: dict[str, str], dots: bool = True) -> Iterator[Item]:
+    """The items of a category. classes: your own, name -> module:Class; dots: whether names of functions keep theirs.
+
+    Raises BadRow, and ValueError for a missing file.
+    """
     name = f"BFCL_v4_{category}.json"
     answers = {} if "relevance" in category else dict(_answers(folder / "possible_answer" / name))
     for where, raw in raw_rows(_existing(folder / name)):
@@ -59,7 +62,7 @@ def read_category(folder: Path, category: str, classes: dict[str, str]) -> Itera
             else:
                 messages = [message for turn in row["question"] for message in turn]
                 gold = {"category": category, "functions": row["function"], "accepted": accepted}
-                yield Item(row["id"], messages, gold, offered(row["function"], category))
+                yield Item(row["id"], messages, gold, offered(row["function"], category, dots))
         except (KeyError, TypeError, IndexError, SyntaxError, AttributeError) as error:
             raise BadRow.at(where, f"{type(error).__name__}: {error}", "a row has id, question, function or initial_config, "
                             "and an answer of its id in possible_answer/", REMEDY) from error  # fmt: skip
@@ -107,12 +110,13 @@ def _described(folder: Path, name: str) -> list[dict[str, Any]]:
     return [decode(where, raw) for where, raw in raw_rows(_existing(file))]
 
 
-def offered(functions: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
+def offered(functions: list[dict[str, Any]], category: str, dots: bool = True) -> list[dict[str, Any]]:
     """The functions as tools in the OpenAI form; values of another language are texts."""
     language = {"simple_java": "Java", "simple_javascript": "JavaScript"}.get(category)
     if language:
         functions = [_as_texts(function, language) for function in functions]
     kept = [{key: function[key] for key in ("name", "description", "parameters")} for function in functions]
+    kept = kept if dots else [function | {"name": function["name"].replace(".", "_")} for function in kept]
     return schemas.tools(json.loads(json.dumps(kept))) or []
 
 

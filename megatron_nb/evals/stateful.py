@@ -39,15 +39,20 @@ class World:
     settings: dict[str, Any] = field(default_factory=dict)  # for every _load_scenario
 
 
+def class_at(place: str) -> type:
+    """The class at module:Class. ValueError when it cannot be had."""
+    module, _, attribute = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"class {place!r} cannot be had ({error}): install its package, or mend `classes`") from error
+
+
 def begin(world: World) -> dict[str, Any]:
-    """Name -> a new object. ValueError for a class that cannot be had."""
+    """Name -> a new object. Raises as `class_at`."""
     made = {}
     for name, place in world.classes.items():
-        module, _, attribute = place.partition(":")
-        try:
-            made[name] = getattr(importlib.import_module(module), attribute)()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"class {place!r} of {name} cannot be had ({error}): install its package, or mend `classes`") from error
+        made[name] = class_at(place)()
         if hasattr(made[name], "_load_scenario"):
             made[name]._load_scenario(copy.deepcopy(world.scenario.get(name, {})), **world.settings)
     return made

@@ -1,0 +1,37 @@
+"""A model behind an OpenAI-compatible endpoint that is asked about answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron_nb.client import Client, ClientConfig
+from megatron_nb.data.preferences import final_answer
+
+T = TypeVar("T")
+DASHES = re.compile(r"-{4,}")
+
+
+class Judge:
+    """One judge, for all attempts of a task."""
+
+    def __init__(self, config: ClientConfig, max_tokens: int):
+        self._client, self._max_tokens = Client(config), max_tokens
+
+    async def ask(self, template: str, read: Callable[[str], T], **fields: Any) -> T:
+        """`read` of what the judge says after its thinking; what it raises ValueError on is asked for again.
+
+        Fields stand as {NAME}. They are data: all are filled in at once, and lines of dashes, which frame them, are shortened.
+        Raises OSError (RequestFailed) when there is no verdict.
+        """
+        texts = {name: DASHES.sub("---", str(value)) for name, value in fields.items()}
+        asked = re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), template)
+        told = [{"role": "user", "content": asked}]
+        return await self._client.chat(told, lambda said: read(final_answer(said)), max_tokens=self._max_tokens, temperature=0.0)
+
+
+def transcript(messages: list[dict[str, Any]]) -> str:
+    """A conversation as text, without thinking."""
+    said = ((message["role"], message.get("content") or "") for message in messages)
+    return "\n\n".join(f"[{role}]\n{final_answer(text) if role == 'assistant' else text}" for role, text in said)
