@@ -27,8 +27,8 @@ class Judge:
         """
         texts = {name: DASHES.sub("---", str(value)) for name, value in fields.items()}
         asked = re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), template)
-        told = [{"role": "user", "content": asked}]
-        return await self._client.chat(told, lambda said: read(final_answer(said)), max_tokens=self._max_tokens, temperature=0.0)
+        sent = {"max_tokens": self._max_tokens, "temperature": 0.0}
+        return await self._client.chat([{"role": "user", "content": asked}], lambda said: read(final_answer(said)), **sent)
 
 
 def transcript(messages: list[dict[str, Any]]) -> str:
