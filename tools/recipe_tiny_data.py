@@ -26,7 +26,7 @@ from tools.demo_files import train_twin_tokenizer, write_rows
 from tools.demo_search_start import write_start
 from tools.recipe_tiny_wiki import FIRSTS, PEOPLE, SECONDS, pages
 
-VOCABULARY = 2048  # at most
+VOCABULARY = 2560  # at most
 TOOLS = ("search", "find_in_page")
 NAMES = [*FIRSTS, *SECONDS, *PEOPLE]
 SLOPPY = 0.5  # share of sloppy answers in chat.jsonl
@@ -53,7 +53,7 @@ def build(out: Path, seed: int, rows: dict[str, int]) -> None:
     write_rows(out / "exercises.jsonl", exercises)
     repeats = [demo_rl_data.repeats(rng) for _ in range(rows["repeats"])]
     write_rows(out / "repeats.jsonl", [{"text": text} for text in repeats])
-    texts = [*said, *known, *repeats[:200], *searches(exercises[:300]), *[*NAMES, "user", "assistant"] * 100]
+    texts = [*said, *known, *repeats[:200], *searches(exercises[:300]), *[*NAMES, "user", "assistant"] * 400]
     write_start(out / "start", tokenizer(out / "tokenizer", texts), seed)
 
 
