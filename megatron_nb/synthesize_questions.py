@@ -29,7 +29,7 @@ from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of
 
 log = logging.getLogger(__name__)
 # what does not decide what an attempt gives
-FREE = ("name", "runs_dir", "corpus", "train", "launch", "concurrency", "attempts")
+FREE = ("name", "runs_dir", "corpus", "train", "rl", "launch", "concurrency", "attempts")
 MOVABLE = ("timeout_s", "deadline_s", "retries", "pause_s", "max_pause_s", "concurrency", "rate", "cache", "api_key_env")
 
 
@@ -42,6 +42,7 @@ class QuestionsConfig:
     runs_dir: str = "runs"
     seed: int = 1234
     train: int = 1000  # questions to train on
+    rl: int = 0  # further ones, none of them in train: for reinforcement learning behind fine-tuning on train
     heldout: int = 100  # questions held out; no training question has the answer of one
     apart: Literal["path", "answer"] = "path"  # path: nor a page of its path; answer: nor the page of its answer
     heldout_pages: float | None = None  # share of the pages, a neighbourhood, for held-out walks alone; null: they go anywhere
@@ -54,15 +55,15 @@ class QuestionsConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self):
-        for name, least in (("train", 0), ("heldout", 0), ("seed", 0), ("concurrency", 1), ("attempts", 1)):
+        for name, least in (("train", 0), ("rl", 0), ("heldout", 0), ("seed", 0), ("concurrency", 1), ("attempts", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.heldout_pages is not None and not 0 < self.heldout_pages < 1:
             raise ValueError(f"heldout_pages={self.heldout_pages} must be between 0 and 1, or null: walks go anywhere")
         if not 0 <= self.same_links <= 1:
             raise ValueError(f"same_links={self.same_links} must be in [0, 1]")
-        if self.train + self.heldout == 0:
-            raise ValueError("train=0 and heldout=0: at least one question must be wanted")
+        if self.train + self.rl + self.heldout == 0:
+            raise ValueError("train=0, rl=0 and heldout=0: at least one question must be wanted")
 
 
 def ledger_name(config: QuestionsConfig, fingerprint: str) -> str:
@@ -85,7 +86,8 @@ def describe_job(config: QuestionsConfig, corpus: Corpus) -> str:
         f"corpus       {config.corpus}: {len(corpus):,} pages, {len(corpus.graph.out.targets):,} links",
         f"heads        {len(walker.heads):,} {heads_told(walk, walker)}",
         f"walks        {walk.min_steps} to {walk.max_steps} links over {len(walker.targets):,} that stand in sentences",
-        f"questions    train {config.train}, heldout {config.heldout}, apart by {config.apart}; "
+        f"questions    train {config.train}, {f'rl {config.rl}, ' if config.rl else ''}heldout {config.heldout}, "
+        f"apart by {config.apart}; "
         f"at most {config.attempts} walks for each",
         f"writer       {f'{writer.base_url} {writer.model}' if writer else f'templates, {config.writer.form}'}",
         f"checks       {checks}",
@@ -116,7 +118,7 @@ def synthesize(run: Run, config: QuestionsConfig, corpus: Corpus) -> Kept:
             own = None if tools.search or tools.service else LocalSearch(config.corpus)
             solver = Solver(config.solver, Toolbox(tools, search=own), config.seed)
         maker = Maker(corpus, writer, solver, config.walk.min_steps, config.seed, source)
-        counts = {"train": config.train, "heldout": config.heldout}
+        counts = {"train": config.train, "rl": config.rl, "heldout": config.heldout}
         return await make_all(
             counts, config.apart, config.heldout_pages, config.same_links, config.walk, maker, ledger, config.concurrency,
             config.attempts,

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_nb.run import write_atomic
 from megatron_nb.synthesis.question_solver import CHECKS, NOT_CHECKED
 from megatron_nb.synthesis.question_verify import MAX_CHARACTERS, MAX_CLUES
-from megatron_nb.synthesis.questions import PARTS, Kept
+from megatron_nb.synthesis.questions import Kept
 
 RULES = {  # rule -> what it says of a walk or a question that was dropped
     "walk_too_short": "the walk came to a page that leads nowhere new",
@@ -42,7 +42,7 @@ tags: [multi-hop, search, synthetic]
 # Multi-hop questions from walks over {source}
 
 {total} questions, each with the chain of pages that leads to its answer and a verbatim quote for every hop. `train.jsonl` \
-({train}) and `heldout.jsonl` ({heldout}) share no answer{apart}; `questions.jsonl` holds both, told apart by `split`.
+({train}) and `heldout.jsonl` ({heldout}) share no answer{apart}; {further}`questions.jsonl` holds all, told apart by `split`.
 
 ## How they were made
 Walks of {steps} links over {pages} pages and {links} links, from heads {heads}. {writer} Every row was verified by rules: \
@@ -90,18 +90,18 @@ def _counts(values: Any) -> dict[str, int]:
 def write_questions(folder: Path, kept: Kept, facts: dict[str, str]) -> dict[str, float]:
     """questions.jsonl, PART.jsonl, report.json and README.md; the numbers for the summary. facts: what the card says."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("questions", kept.rows), *((part, kept.of(part)) for part in PARTS)):
+    for name, rows in (("questions", kept.rows), *((part, kept.of(part)) for part in kept.parts)):
         write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     report = {
         "walks": dict(kept.attempts), "all": statistics(kept.rows),
-        **{part: statistics(kept.of(part)) for part in PARTS},
-        "dropped": {part: dict(kept.dropped[part].most_common()) for part in PARTS},
+        **{part: statistics(kept.of(part)) for part in kept.parts},
+        "dropped": {part: dict(kept.dropped[part].most_common()) for part in kept.parts},
     }  # fmt: skip
     write_atomic(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_atomic(folder / "README.md", card(kept, facts, report))
-    dropped = sum((kept.dropped[part] for part in PARTS), Counter())
+    dropped = sum((kept.dropped[part] for part in kept.parts), Counter())
     return {
-        "questions": len(kept.rows), **{f"questions_{part}": len(kept.of(part)) for part in PARTS},
+        "questions": len(kept.rows), **{f"questions_{part}": len(kept.of(part)) for part in kept.parts},
         "questions_5_hops": report["all"].get("five_or_more_hops", 0), "walks": kept.attempts.total(),
         **{f"dropped_{rule}": count for rule, count in dropped.items()},
     }  # fmt: skip
@@ -109,15 +109,16 @@ def write_questions(folder: Path, kept: Kept, facts: dict[str, str]) -> dict[str
 
 def card(kept: Kept, facts: dict[str, str], report: dict[str, Any]) -> str:
     """The data set's README."""
-    rules = [rule for rule in RULES if any(kept.dropped[part][rule] for part in PARTS)]
-    dropped = [f"| {rule} | {RULES[rule]} | " + " | ".join(str(kept.dropped[part][rule]) for part in PARTS) + " |"
+    rules = [rule for rule in RULES if any(kept.dropped[part][rule] for part in kept.parts)]
+    dropped = [f"| {rule} | {RULES[rule]} | " + " | ".join(str(kept.dropped[part][rule]) for part in kept.parts) + " |"
                for rule in rules]  # fmt: skip
     said = [f"| {name} | {_told(kept.rows, name)} |" for name in CHECKS]
     numbers = [f"- {key.replace('_', ' ')}: {value if not isinstance(value, dict) else _line(value)}"
                for key, value in report["all"].items()]  # fmt: skip
+    further = f"`rl.jsonl` ({len(kept.of('rl'))}) holds further ones, away from `heldout` too; " if "rl" in kept.parts else ""
     return CARD.format(
-        total=len(kept.rows), **{part: len(kept.of(part)) for part in PARTS}, checks="\n".join(said),
-        statistics="\n".join(numbers), parts=" | ".join(PARTS), bars="---:|" * len(PARTS), dropped="\n".join(dropped),
+        total=len(kept.rows), further=further, **{part: len(kept.of(part)) for part in kept.parts}, checks="\n".join(said),
+        statistics="\n".join(numbers), parts=" | ".join(kept.parts), bars="---:|" * len(kept.parts), dropped="\n".join(dropped),
         characters=MAX_CHARACTERS, clues=MAX_CLUES, **facts,
     )  # fmt: skip
 

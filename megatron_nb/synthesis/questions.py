@@ -30,7 +30,7 @@ from megatron_nb.synthesis.question_writer import EndpointWriter, Writer
 from megatron_nb.synthesis.walk import WalkConfig, Walker, day_of, neighbourhood
 
 log = logging.getLogger(__name__)
-PARTS = ("heldout", "train")  # in the order in which they are made
+PARTS = ("heldout", "train", "rl")  # in the order in which they are made
 CHUNK = 256  # walks drawn at once; attempt n is walk n % CHUNK of chunk n // CHUNK
 LOST = 3  # times the concurrency: attempts in a row without an answer of the model, before the job stops
 
@@ -90,6 +90,7 @@ class Kept:
     """The questions so far, and what a further one may not repeat."""
 
     same_links: float = 0.5  # share of its links that a question may have in common with an earlier one
+    parts: tuple[str, ...] = PARTS[:2]  # that were asked for
     rows: list[dict[str, Any]] = field(default_factory=list)
     dropped: dict[str, Counter] = field(default_factory=lambda: {part: Counter() for part in PARTS})
     attempts: Counter = field(default_factory=Counter)
@@ -225,9 +226,9 @@ async def make_all(
 
     heldout_pages: held-out walks keep to a neighbourhood of that share of the pages, training walks keep out of it.
     """
-    kept, graph = Kept(same_links), maker.corpus.graph
+    kept, graph = Kept(same_links, tuple(part for part in PARTS if part in PARTS[:2] or counts.get(part))), maker.corpus.graph
     inside = None if heldout_pages is None else neighbourhood(Walker(graph, walk), heldout_pages, maker.seed)
-    for part in PARTS:
+    for part in kept.parts:
         if not counts[part]:
             continue
         away = kept.pages("heldout") if apart == "path" else set()

@@ -46,6 +46,18 @@ def test_the_command_writes_verified_questions_a_card_and_a_summary(words, tmp_p
     assert summary["walks"] == 14 + sum(value for key, value in summary.items() if key.startswith("dropped_"))
 
 
+def test_questions_for_reinforcement_learning_are_others_and_leave_the_first_as_they_were(words, tmp_path, monkeypatch):
+    run([*words, f"runs_dir={tmp_path}", "name=plain"], monkeypatch)
+    run([*words, f"runs_dir={tmp_path}", "name=q", "rl=6"], monkeypatch)
+    assert files_of(tmp_path / "q")["train.jsonl"] == files_of(tmp_path / "plain")["train.jsonl"]
+    parts = {part: [json.loads(line) for line in (tmp_path / "q" / "questions" / f"{part}.jsonl").read_text().splitlines()]
+             for part in ("train", "rl", "heldout")}  # fmt: skip
+    asked = {part: {(row["path"][-1]["title"], row["answer"]) for row in rows} for part, rows in parts.items()}
+    assert len(asked["rl"]) == 6 and not asked["rl"] & asked["train"]
+    held = {step["title"] for row in parts["heldout"] for step in row["path"]}
+    assert not held & {step["title"] for row in parts["rl"] for step in row["path"]}
+
+
 def test_a_killed_job_goes_on_to_the_same_files(words, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_nb.synthesis.questions.CHUNK", 4)
     run([*words, f"runs_dir={tmp_path}", "name=whole"], monkeypatch)
