@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from megatron_nb.addresses import is_address, token_for, url_of
+
 T = TypeVar("T")
 # what a reader meets in an answer of another form
 UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
@@ -49,7 +51,7 @@ class BadAnswer(RequestFailed):
 class ClientConfig:
     """Where a server is and how hard to try."""
 
-    base_url: str  # such as http://host:8000
+    base_url: str  # such as http://host:8000, or service:NAME of launch.services
     model: str = ""  # its name on the server, sent with chat and completions
     api_key_env: str | None = None  # the environment variable that holds the key; it is sent as a bearer token
     timeout_s: float = 600.0  # of one attempt; of a stream: from one piece to the next
@@ -62,8 +64,8 @@ class ClientConfig:
     cache: Path | None = None  # folder of answers by request; for judges, whose answers may be kept
 
     def __post_init__(self):
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url={self.base_url!r} must start with http:// or https://")
+        if not is_address(self.base_url):
+            raise ValueError(f"base_url={self.base_url!r} must start with http:// or https://, or be service:NAME")
         for name, least in (("timeout_s", 0), ("deadline_s", 0), ("rate", 0), ("concurrency", 0), ("retries", -1)):
             value = getattr(self, name)
             if value is not None and value <= least:
@@ -250,9 +252,9 @@ class Client:
             yield lane.http
 
     def _connections(self) -> httpx.AsyncClient:
-        key = os.environ[self.config.api_key_env] if self.config.api_key_env else None
+        key = token_for(self.config.base_url, self.config.api_key_env)
         return httpx.AsyncClient(
-            base_url=self.config.base_url,
+            base_url=url_of(self.config.base_url),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=min(30.0, self.config.timeout_s)),  # asyncio.timeout bounds the rest
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.config.concurrency),
@@ -264,8 +266,7 @@ class Client:
     def _cached(self, path: str, body: Any, params: Any) -> Path | None:
         if self.config.cache is None:
             return None
-        told = json.dumps([self._url(path), body, params], sort_keys=True)
-        name = hashlib.sha256(told.encode()).hexdigest()
+        name = hashlib.sha256(json.dumps([self._url(path), body, params], sort_keys=True).encode()).hexdigest()
         return self.config.cache / name[:2] / f"{name}.json"
 
 
@@ -285,8 +286,7 @@ async def _next_event(lines: AsyncIterator[str], timeout_s: float) -> dict[str, 
 
 
 def _text_of(answer: Any) -> str:
-    text = answer["choices"][0]["message"]["content"]
-    if not isinstance(text, str):
+    if not isinstance(text := answer["choices"][0]["message"]["content"], str):
         raise ValueError(f"message.content is {text!r}, not text")
     return text
 
@@ -308,8 +308,7 @@ def _retry_after(text: str) -> float:
     """Seconds that a Retry-After header asks for, as a number or as a date; 0 when unreadable."""
     with suppress(TypeError, ValueError):
         date = None if text.replace(".", "").strip().isdigit() else email.utils.parsedate_to_datetime(text)
-        seconds = float(text) if date is None else date.timestamp() - time.time()
-        return min(max(seconds, 0.0), LONGEST_WAIT_S)
+        return min(max(float(text) if date is None else date.timestamp() - time.time(), 0.0), LONGEST_WAIT_S)
     return 0.0
 
 

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from megatron_nb import services
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.parallel.topology import Topology
 from megatron_nb.run import Run, run_folder
+from megatron_nb.services import ServiceConfig
 from megatron_nb.slurm import Job, SlurmConfig
 from megatron_nb.sweep import gathered
 from megatron_nb.training import memory, preflight
@@ -37,6 +39,7 @@ class LaunchConfig:
     hang_least_s: float = 1800.0  # but not before
     at_once: int | None = None  # points of a sweep that run at a time on the cluster; null: as many as it lets
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    services: dict[str, ServiceConfig] = field(default_factory=dict)  # servers beside the job; `service:NAME` is their address
 
     def __post_init__(self):
         if self.hang_factor < 0 or self.hang_least_s <= 0:
@@ -71,10 +74,12 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     """Whether nothing is left to do here: the dry run is printed, Slurm has the job, or torchrun's ranks have done it.
 
     config: a job's dataclass; job: its name in derived names; report: what a dry run prints below the configuration.
-    ConfigError when Slurm refuses.
+    Returns when all services beside the job are up. ConfigError when Slurm refuses, or when a service does not come up.
     """
+    services.check(config.launch.services, config)
     if gathered(config, module):
         return True
+    report += services.describe(config.launch.services)
     launch, first = config.launch, int(os.environ.get("RANK", "0")) == 0
     slurm = slurm_job(config, job, module) if launch.kind == "slurm" else None
     if launch.dry_run:
@@ -85,9 +90,20 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
         job_id = slurm.submit()
         print(f"{report}\njob {job_id}: {slurm.script}\nsee it: python tools/status.py {slurm.run}")
         return True
+    if launch.services and services.started():
+        services.wait(launch.services, loud=first)
+        return False
+    if "RANK" in os.environ and launch.services:
+        raise ConfigError("launch.services: torchrun's ranks cannot start them: leave torchrun out, and say launch.ranks=N")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.ranks}"] if launch.ranks else []
+    command = [sys.executable, *torchrun, "-m", module, *sys.argv[1:]]
+    if launch.services:
+        run = run_folder(config.runs_dir, config.name or derived_name(config, job))
+        if code := services.run_beside(run, launch.services, command):
+            sys.exit(code if code > 0 else 128 - code)
+        return True
     if launch.ranks and "RANK" not in os.environ:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={launch.ranks}"]
-        os.execv(sys.executable, [*torchrun, "-m", module, *sys.argv[1:]])
+        os.execv(sys.executable, command)
     return False
 
 
@@ -96,7 +112,7 @@ def slurm_job(config: Any, job: str, module: str) -> Job:
     config.name = config.name or derived_name(config, job)
     run = run_folder(config.runs_dir, config.name).absolute()
     resolved = to_yaml(replace(config, launch=replace(config.launch, kind="local", dry_run=False, ranks=None)))
-    return Job(config.name, module, run, config.launch.slurm, resolved)
+    return Job(config.name, module, run, config.launch.slurm, resolved, services=config.launch.services)
 
 
 def derived_name(config: Any, job: str) -> str:

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import yaml
 
 from megatron_nb.run import write_atomic
 from megatron_nb.schema import ConfigError, build
+from megatron_nb.services import ServiceConfig, write_plan
 
 PROJECT = Path(__file__).parents[1]
 TEMPLATE = PROJECT / "slurm" / "job.sbatch.jinja"
@@ -110,6 +111,7 @@ class Job:
     config_yaml: str  # resolved, of the run
     points: dict[str, str] = field(default_factory=dict)  # of a sweep: run folder -> configuration, instead of the one above
     at_once: int | None = None  # points at a time
+    services: dict[str, ServiceConfig] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -125,23 +127,43 @@ class Job:
         digest = hashlib.blake2b("\n".join(self.points).encode(), digest_size=4).hexdigest()
         return self.folder / f"points-{digest}.txt" if self.points else None
 
+    @property
+    def nodes(self) -> int:
+        """The ranks' and, behind them, those of services."""
+        return self.config.nodes + sum(one.nodes for one in self.services.values())
+
     def text(self) -> str:
         """The script. ConfigError for a site file that cannot be used."""
         config, site = self.config, Site.read(self.config.site)
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
         environment.filters["quote"] = lambda value: shlex.quote(str(value))
         return environment.from_string(TEMPLATE.read_text()).render(
-            title=self.title, nodes=config.nodes, ranks_per_node=config.ranks_per_node, module=self.module, stage_name=STAGE,
+            title=self.title, nodes=config.nodes, all_nodes=self.nodes, ranks_per_node=config.ranks_per_node,
+            module=self.module, stage_name=STAGE,
             command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, options=self._options(site),
             run=self.run, points=self.points_file, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues,
             environment=site.environment, rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site),
-            srun=_container(site.container),
+            srun=_container(site.container), cpus=site.cpus_per_task, services=self._services(site),
         )  # fmt: skip
+
+    def _services(self, site: Site) -> list[dict[str, Any]]:
+        """What the script says of each: which nodes of the job, how many servers, their cores and their container."""
+        told, first = [], self.config.nodes
+        for name, one in self.services.items():
+            container = replace(site.container, image=one.image) if one.image else site.container
+            told.append({
+                "name": name, "command": shlex.join(one.command), "first": first if one.nodes else 0,
+                "nodes": max(one.nodes, 1), "per_node": one.per_node,
+                "cpus": site.cpus_per_task and max(site.cpus_per_task // one.per_node, 1),
+                "srun": _container(container), "setup": [] if one.image else _setup(site),
+            })  # fmt: skip
+            first += one.nodes
+        return told
 
     def _options(self, site: Site) -> list[str]:
         config = self.config
         told = {
-            "job-name": self.title, "nodes": config.nodes, "ntasks-per-node": 1, "gpus-per-node": site.gpus,
+            "job-name": self.title, "nodes": self.nodes, "ntasks-per-node": 1, "gpus-per-node": site.gpus,
             "cpus-per-task": site.cpus_per_task, "mem": site.memory, "time": config.time, "partition": site.partition,
             "account": site.account, "qos": site.qos, "constraint": site.constraint,
             "signal": f"B:USR1@{config.grace_s}", "output": self.folder / f"{STAGE}-{'%A_%a' if self.points else '%j'}.log",
@@ -169,6 +191,8 @@ class Job:
                 )
             (Path(run) / "slurm").mkdir(parents=True, exist_ok=True)
             write_atomic(Path(run) / "slurm" / f"{STAGE}.yaml", config_yaml)
+            if self.services:
+                write_plan(Path(run), yaml.safe_load(config_yaml)["launch"]["services"])
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.points_file is not None:
             write_atomic(self.points_file, "".join(f"{run}\n" for run in self.points))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nb import slurm
-from megatron_nb.config import AFTER_SWEEP, sweep_point, to_yaml
+from megatron_nb.config import AFTER_SWEEP, ConfigError, sweep_point, to_yaml
 from megatron_nb.run import run_folder, write_atomic
 from megatron_nb.slurm import STAGE, Job
 
@@ -73,7 +73,7 @@ def run_all() -> None:
         launch = replace(point.config.launch, kind="local", dry_run=False)
         runs[str(folder)] = to_yaml(replace(point.config, name=folder.name, runs_dir=str(root), launch=launch))
     if first.launch.dry_run:
-        todo = Job(root.name, points[0].module, root, first.launch.slurm, "", runs, first.launch.at_once)
+        todo = job_of(root, points, runs)
         print("\n".join(f"{Path(run).name:<40} {' '.join(words)}" for run, words in zip(runs, swept)))
         print(f"\n{todo.text()}" if first.launch.kind == "slurm" else f"\n{len(runs)} runs, one after the other")
         return
@@ -89,11 +89,20 @@ def run_all() -> None:
     if not left:
         return
     if on_slurm:
-        job_id = Job(root.name, points[0].module, root, first.launch.slurm, "", left, first.launch.at_once).submit()
+        job_id = job_of(root, points, left).submit()
         print(f"job {job_id}\nsee it: python tools/sweep.py {root}")
     elif failed := run_here(left, points[0].module):
         print(f"error: {len(failed)} of {len(left)} points failed: {', '.join(failed)}: tools/sweep.py {root}", file=sys.stderr)
         sys.exit(1)
+
+
+def job_of(root: Path, points: list[Point], runs: dict[str, str]) -> Job:
+    """The array. ConfigError when the points' services need different nodes."""
+    launch = points[0].config.launch
+    needs = {tuple((name, one.nodes, one.per_node) for name, one in p.config.launch.services.items()) for p in points}
+    if len(needs) > 1:
+        raise ConfigError(f"launch.services differs between points ({needs}): an array gives all of them the same nodes")
+    return Job(root.name, points[0].module, root, launch.slurm, "", runs, launch.at_once, launch.services)
 
 
 def run_here(left: dict[str, str], module: str) -> list[str]:

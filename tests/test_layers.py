@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     ["nb_kernels"],
-    ["megatron_nb.schema", "megatron_nb.give_up"],
+    ["megatron_nb.schema", "megatron_nb.give_up", "megatron_nb.addresses"],
     ["megatron_nb.config", "megatron_nb.records", "megatron_nb.run", "megatron_nb.client", "megatron_nb.listening"],
     ["megatron_nb.sandbox", "megatron_nb.search", "megatron_nb.parallel"],
     ["megatron_nb.model", "megatron_nb.data", "megatron_nb.losses"],

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from megatron_nb.addresses import expanded
 from megatron_nb.client import Client, ClientConfig, RequestFailed, RequestRefused
 from megatron_nb.sandbox.execution import Limits
 from megatron_nb.sandbox.judge import Judge, Verdict
@@ -53,7 +54,7 @@ class JudgeFailed(RequestFailed):
 class JudgeConfig:
     """Where programs are judged."""
 
-    urls: list[str] = field(default_factory=list)  # judge services, such as http://host:8700; none: a pool in this process
+    urls: list[str] = field(default_factory=list)  # judges: http://host:8700, service:judge; none: a pool in this process
     workers: int | None = None  # of that pool; None: one per core
     isolation: Literal["bubblewrap", "none"] = "bubblewrap"  # of that pool; none runs programs with nothing around them
     token_env: str | None = None  # the environment variable that holds the services' token
@@ -85,7 +86,7 @@ class CodeJudge:
         self.config = config
         self._services = [
             _Service(Client(ClientConfig(url, api_key_env=config.token_env, timeout_s=config.attempt_s, retries=0)))
-            for url in config.urls
+            for url in expanded(config.urls)
         ]
         self._judge: Judge | None = None
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_nb.addresses import is_address
 from megatron_nb.rollout.engine import Request
 
 
@@ -31,8 +32,8 @@ class ServerConfig:
         if not self.urls:
             raise ValueError("engine.server.urls is empty: name at least one server, such as http://host:8000")
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"engine.server.urls: {url!r} must start with http:// or https://")
+            if not is_address(url):
+                raise ValueError(f"engine.server.urls: {url!r} must start with http:// or https://, or be service:NAME")
         if self.transfer == "files" and self.folder is None:
             raise ValueError("engine.server.transfer=files needs engine.server.folder, which trainer and servers both see")
         for name in ("bucket_mb", "concurrency", "timeout_s", "update_timeout_s", "tolerance"):
