@@ -14,6 +14,11 @@ KINDS = {
     "math": "megatron_nb.evals.math.Math",
     "choice": "megatron_nb.evals.choice.Choice",
     "instructions": "megatron_nb.evals.instructions.Instructions",
+    "preference": "megatron_nb.evals.preference.Preference",
+    "rubric": "megatron_nb.evals.rubric.Rubric",
+    "bfcl": "megatron_nb.evals.bfcl.Bfcl",
+    "user_simulator": "megatron_nb.evals.user_simulator.UserSimulator",
+    "search_qa": "megatron_nb.evals.search_qa.SearchQa",
 }
 
 
