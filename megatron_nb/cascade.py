@@ -39,7 +39,7 @@ def run_here(links: list[Link]) -> None:
         else:
             log.info("%s begins: %s", place, link.run)
             began = time.monotonic()
-            code = processes.run(link.module, link.command, getattr(link.config.launch, "ranks", None) or 1)
+            code = processes.run(link.module, link.command, ranks_of(link))
             write_ledger(root)
             if code:
                 log.error("%s ended with %d after %.0f s: see tools/status.py %s; the same command goes on", place, code,
@@ -47,6 +47,12 @@ def run_here(links: list[Link]) -> None:
                 sys.exit(code if code > 0 else 128 - code)
             log.info("%s is done in %.0f s", place, time.monotonic() - began)
         check_gate(root, link.name, link.gate)
+
+
+def ranks_of(link: Link) -> int:
+    """Processes that a stage is begun with here; one that has services starts them and its ranks by itself."""
+    launch = link.config.launch
+    return 1 if launch.services else launch.ranks or 1
 
 
 def submit(links: list[Link], slurm_config: slurm.SlurmConfig) -> dict[str, str]:
@@ -125,41 +131,48 @@ def tell(root: Path) -> None:
     Console().print(table)
 
 
-@job(CascadeConfig, "cascade")
-def main(config: CascadeConfig) -> None:
-    """Run or submit the chain, or describe it."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
-    links = links_of(config)
-    if config.action == "cancel":
-        cancel(links)
-        return
-    root = run_folder(config.runs_dir, config.name)
-    if config.from_stage and not config.launch.dry_run:
+def run(config: CascadeConfig) -> None:
+    """The chain to its end, or into the queue. ConfigError before any work; SystemExit with a stage's code; GateShut."""
+    links, root = links_of(config), run_folder(config.runs_dir, config.name)
+    if config.from_stage:
         move_aside(links, config.from_stage)
-    checked = check_links(links)
+    warn(links)
+    refuse(check_links(links))
+    write_chain(root, [link.known for link in links])
+    write_ledger(root)
+    if config.launch.kind == "slurm":
+        submit(links, config.launch.slurm)
+        print(f"see it: python tools/status.py {root}")
+        return
+    run_here(links)
+    tell(root)
+
+
+def warn(links: list[Link]) -> None:
+    """Name the stages that are done and would be made in another way now."""
     for link in links:
         if link.done and (changed := changed_since(link)):
             told = ", ".join(f"{key}: {then!r} then, {now!r} now" for key, (then, now) in changed.items())
             log.warning("%s is done with other settings (%s): from_stage=%s makes it anew", link.name, told, link.name)
+
+
+@job(CascadeConfig, "cascade")
+def main(config: CascadeConfig) -> None:
+    """Run or submit the chain, describe it, or take it out of the queue."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     if config.launch.dry_run:
+        links = links_of(config)
         print(to_yaml(config))
-        describe(links, checked)
-        return
-    refuse(checked)
-    write_chain(root, [link.known for link in links])
-    write_ledger(root)
-    try:
-        if config.launch.kind == "slurm":
-            submit(links, config.launch.slurm)
-            print(f"see it: python tools/status.py {root}")
-            return
-        run_here(links)
-    except GateShut as shut:
-        log.error("error: %s", shut)
-        sys.exit(GATE_EXIT)
-    finally:
-        write_ledger(root)
-    tell(root)
+        warn(links)
+        describe(links, check_links(links))
+    elif config.action == "cancel":
+        cancel(links_of(config))
+    else:
+        try:
+            run(config)
+        except GateShut as shut:
+            print(f"error: {shut}", file=sys.stderr)
+            sys.exit(GATE_EXIT)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_nb import slurm
-from megatron_nb.config import ConfigError, compose, groups_in, schema_in
+from megatron_nb.config import ConfigError, compose, groups_in, is_group, schema_in
 from megatron_nb.launch import LaunchConfig
 from megatron_nb.ledger import Gate, Known, LedgerConfig
 from megatron_nb.run import run_folder
@@ -158,8 +158,8 @@ def _for_all(config: CascadeConfig) -> list[str]:
 def _knows(schema: type, stage: str, word: str) -> bool:
     """Whether a word says something to a stage: a key of its schema, or a group of its file."""
     key = word.lstrip("+~").partition("=")[0]
-    if key in groups_in(stage):
-        return True
+    if is_group(key):
+        return key in groups_in(stage)
     if key == "launch.ranks":
         return "parallel" in {one.name for one in dataclasses.fields(schema)}  # the others are one process
     try:

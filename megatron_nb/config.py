@@ -34,8 +34,8 @@ from megatron_nb.give_up import GivesUp, give_up
 from megatron_nb.schema import ConfigError, build, defaults, diff, flatten, plain, require_key
 
 __all__ = [  # fmt: skip
-    "AFTER_SWEEP", "ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "groups_in", "job", "schema_in",
-    "schema_of_stage", "sweep_point", "to_yaml",
+    "AFTER_SWEEP", "ConfigError", "build", "compose", "diff", "flatten", "from_yaml", "groups_in", "is_group", "job",
+    "schema_in", "schema_of_stage", "sweep_point", "to_yaml",
 ]
 
 STAGES = Path(str(files("hydra_conf"))).absolute()  # a job starts from any working directory
@@ -110,9 +110,13 @@ def compose(schema: type, stage: str, words: list[str] | tuple[str, ...] = (), f
     checked = [_check(word, schema, folders) for word in words]
     home = folders.pop() if (folders[-1] / f"{stage}.yaml").exists() else folders.pop(0)
     search = f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"
-    with hydra.initialize_config_dir(str(home), version_base="1.3"):
-        values = hydra.compose(stage, [*checked, search])
-    return build(schema, OmegaConf.to_container(values, resolve=True))
+    try:
+        with hydra.initialize_config_dir(str(home), version_base="1.3"):
+            values = hydra.compose(stage, [*checked, search])
+        plain_values = OmegaConf.to_container(values, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{error}: {error.__cause__}" if error.__cause__ else str(error)) from error
+    return build(schema, plain_values)
 
 
 def _command_line() -> tuple[list[str], argparse.Namespace]:
@@ -142,6 +146,11 @@ def sweep_point() -> list[str] | None:
 def schema_in(stage: str) -> str | None:
     """The schema that a stage file of this project begins with."""
     return _schemas(_folders(None)).get(stage)
+
+
+def is_group(key: str) -> bool:
+    """Whether a key of the command line names a group of options, not a value."""
+    return (STAGES / key).is_dir()
 
 
 def groups_in(stage: str) -> list[str]:
