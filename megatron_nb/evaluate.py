@@ -82,9 +82,6 @@ def build_tasks(config: EvaluateConfig) -> list[Task]:
     wanted = config.only or list(config.tasks)
     made = [make_task(name, {"seed": config.seed, **config.tasks[name]}, config.sampling) for name in wanted]
     for task in made:
-        if task.samples > 1 and task.sampling.temperature == 0:
-            raise ValueError(f"tasks.{task.name}: samples={task.samples} with temperature=0 would be the same answer so many "
-                             "times: set a temperature, or samples=1")  # fmt: skip
         task.check()
     return made
 

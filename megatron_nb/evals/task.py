@@ -148,6 +148,9 @@ class Task:
 
     def check(self) -> None:
         """Raises ValueError for settings that no run could use; called before any model is loaded, files may be looked at."""
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(f"tasks.{self.name}: samples={self.samples} with temperature=0 would be the same answer so many "
+                             "times: set a temperature, or samples=1")  # fmt: skip
 
     async def ready(self) -> None:
         """Try what the task stands on (sandbox, judge, search), before any work. Raises OSError naming it."""

@@ -42,10 +42,15 @@ class MathAnswer:
         said = final_answer(rollout.text)
         if self.boxed and "\\boxed" not in said:
             return Score(0.0, reason="nothing is in \\boxed{}")
-        answer = parsed(_boxed(said))
+        answer = answer_in(said)
         if not answer:
             return Score(0.0, reason="no answer was found")
         return Score(float(equal(gold, answer)), reason=f"answer {answer[-1]}, reference {gold[-1]}"[:200])
+
+
+def answer_in(text: str) -> list[Any]:
+    """What math-verify reads as a text's answer: [expression, its text], or [] for none."""
+    return parsed(_boxed(text))
 
 
 def _boxed(text: str) -> str:

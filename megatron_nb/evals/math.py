@@ -1,0 +1,86 @@
+r"""Mathematics: is the final answer the right one (math-verify), avg@k over k samples, maj@k by their votes.
+
+Rows: {"question" | "problem" | "prompt" | "messages", "answer" (gsm8k's solution with ####, a text with \boxed{}, or the bare
+answer), "id"?}.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megatron_nb.asking.askers import Answer
+from megatron_nb.data.preferences import final_answer
+from megatron_nb.evals.items import read_questions
+from megatron_nb.evals.math_grade import grade
+from megatron_nb.evals.statistics import mean_with_bounds
+from megatron_nb.evals.task import Item, Outcome, Task, TaskConfig, Verdict
+from megatron_nb.rewards.deadline import WorkerLost, Workers
+
+WORKERS, TIMEOUT_S = 2, 20.0
+
+
+@dataclass
+class MathConfig(TaskConfig):
+    """Problems with one right answer."""
+
+    instruction: str = "Reason step by step, and put your final answer in \\boxed{}."  # after every question; "": none
+    boxed: bool = False  # an answer outside \boxed{} is wrong
+
+
+class Math(Task):
+    """See the head of the file. metrics: avg@k with bounds, maj@k, and the share of attempts whose answer could be read."""
+
+    Config: ClassVar[type[TaskConfig]] = MathConfig
+
+    def __init__(self, name: str, config: MathConfig, sampling: Any):
+        super().__init__(name, config, sampling)
+        self.headline = f"avg@{config.samples}"
+        self._workers: Workers | None = None
+        self._target = pickle.dumps(grade)
+
+    def read(self) -> Sequence[Item]:
+        return read_questions(self.config.path, self.config.instruction)
+
+    async def ready(self) -> None:
+        self._workers = Workers(WORKERS)
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+    async def score(self, item: Item, answer: Answer) -> Verdict:
+        arguments = final_answer(answer.text), str(item.gold["answer"]), self.config.boxed
+        try:
+            right, said, reason = await self._workers.call(self._target, TIMEOUT_S, 1, *arguments)
+        except TimeoutError as error:
+            if "did not start" in str(error):
+                raise
+            return Verdict(0.0, {"read": 0.0}, f"the answer cannot be compared: {error}", "")  # 7^7^7^7 is the model's fault
+        except WorkerLost as error:
+            raise OSError(str(error)) from error
+        return Verdict(right, {"read": float(bool(said))}, reason, said)
+
+    def summarise(self, outcomes: list[Outcome]) -> dict[str, float]:
+        told = super().summarise(outcomes)
+        votes: dict[str, list[tuple[str, float]]] = {}
+        for one in outcomes:
+            if one.score is not None:
+                votes.setdefault(one.item, []).append((one.answer, one.score))
+        if self.samples > 1 and votes:
+            told |= mean_with_bounds(f"maj@{self.samples}", [[majority(its)] for its in votes.values()])
+        return told
+
+
+def majority(votes: list[tuple[str, float]]) -> float:
+    """How right the answer with the most votes is; the mean over those that share the first place. No answer is no vote."""
+    counts: dict[str, list[float]] = {}
+    for said, score in votes:
+        if said:
+            counts.setdefault(said, []).append(score)
+    most = max(map(len, counts.values()), default=0)
+    return float(np.mean([np.mean(its) for its in counts.values() if len(its) == most])) if counts else 0.0
