@@ -16,7 +16,7 @@ from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.parallel.topology import Topology
 from megatron_nb.run import Run, run_folder
 from megatron_nb.services import ServiceConfig
-from megatron_nb.slurm import Job, SlurmConfig
+from megatron_nb.slurm import Job, Site, SlurmConfig
 from megatron_nb.sweep import gathered
 from megatron_nb.training import memory, preflight
 from megatron_nb.training.watchdog import Watchdog
@@ -80,6 +80,8 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     if gathered(config, module):
         return True
     report += services.describe(config.launch.services)
+    absent = preflight.missing(flatten(config)) if config.launch.kind == "slurm" else []
+    report += "".join(f"\nnot here     {line}" for line in absent) + _gpus_asked_for(config)
     launch, first = config.launch, int(os.environ.get("RANK", "0")) == 0
     slurm = slurm_job(config, job, module) if launch.kind == "slurm" else None
     if launch.dry_run:
@@ -87,6 +89,8 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
         print(f"{to_yaml(config)}\n{report}{script}" if first else "", end="")
         return True
     if slurm:
+        if absent and Site.read(launch.slurm.site).container.image is None:  # a container may mount them from elsewhere
+            raise ConfigError("the job would end at once:\n" + "\n".join(f"  {line}" for line in absent))
         job_id = slurm.submit()
         print(f"{report}\njob {job_id}: {slurm.script}\nsee it: python tools/status.py {slurm.run}")
         return True
@@ -105,6 +109,17 @@ def elsewhere(config: Any, job: str, module: str, report: str) -> bool:
     if launch.ranks and "RANK" not in os.environ:
         os.execv(sys.executable, command)
     return False
+
+
+def _gpus_asked_for(config: Any) -> str:
+    """A line for the report when a job that needs GPUs does not ask Slurm for them."""
+    parallel, site_file = getattr(config, "parallel", None), config.launch.slurm.site
+    if config.launch.kind != "slurm" or parallel is None or parallel.communication != "nccl":
+        return ""
+    site = Site.read(site_file)
+    if site.gpus is not None or any("gpu" in option or "gres" in option for option in site.options):
+        return ""
+    return f"\nno GPUs      {site_file} asks for none (gpus: null): right only where a node always comes with its own"
 
 
 def slurm_job(config: Any, job: str, module: str) -> Job:

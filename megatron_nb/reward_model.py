@@ -17,7 +17,7 @@ import torch
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.pairs import PairConfig, PairLoader, Unit, open_pairs, packs_of
 from megatron_nb.data.preferences import special_tokens
-from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.data.tokenizer import load_tokenizer, tokenizer_digest
 from megatron_nb.launch import LaunchConfig, elsewhere, look_around, open_run, watchdog, world_of
 from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise, bounded, ramp
 from megatron_nb.model.gpt import build, check_layout
@@ -26,7 +26,7 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ParallelConfig
 from megatron_nb.run import Run, write_atomic
-from megatron_nb.training import memory, reliability
+from megatron_nb.training import memory, preflight, reliability
 from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
 from megatron_nb.training.loop import count_bad, save_or_leave
 from megatron_nb.training.metrics import LogConfig, Metrics
@@ -243,6 +243,7 @@ def main(config: RewardModelConfig) -> None:
             multiple=config.parallel.pack_multiple, micro_multiple=config.parallel.pipeline,
             state=resumed.data_state["loader"] if resumed else None,
         )  # fmt: skip
+        preflight.agree(tokenizer=tokenizer_digest(tokenizer), data=str(loader.fingerprint))
         first = resumed.step if resumed else 0
         metrics = Metrics(
             run, config.log, config.model,

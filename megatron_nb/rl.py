@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_nb.config import flatten, job, to_yaml
 from megatron_nb.data.prompts import PromptSet, open_prompts
-from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.data.tokenizer import load_tokenizer, tokenizer_digest
 from megatron_nb.give_up import GivesUp
 from megatron_nb.launch import elsewhere, look_around, open_run, watchdog
 from megatron_nb.model.gpt import build
@@ -42,6 +42,7 @@ from megatron_nb.rollout.store import forget, write_step
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.run import Run
 from megatron_nb.schema import ConfigError
+from megatron_nb.training import preflight
 from megatron_nb.training.checkpoint import Checkpoints
 from megatron_nb.training.checkpoint_folder import complete_steps
 from megatron_nb.training.loop import save_or_leave
@@ -236,6 +237,7 @@ def main(config: RlConfig) -> None:
         look_around(config, run, place, config.update.pack_tokens)
         own = bool(config.prompts.tokenizer or config.prompts.chat_template)
         tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)
+        preflight.agree(tokenizer=tokenizer_digest(tokenizer))
         agent, prompts = ask(config, tokenizer)
         chunks = build(config.model, config.parallel)
         reference = None

@@ -19,7 +19,7 @@ from megatron_nb.data.dataset import Dataset, open_datasets
 from megatron_nb.data.loader import Loader, Validation
 from megatron_nb.data.packing import collate, pack
 from megatron_nb.data.sources import DataConfig
-from megatron_nb.data.tokenizer import load_tokenizer
+from megatron_nb.data.tokenizer import load_tokenizer, tokenizer_digest
 from megatron_nb.launch import LaunchConfig, elsewhere, look_around, open_run, watchdog, world_of
 from megatron_nb.losses.next_token import NextToken
 from megatron_nb.model.gpt import build, check_layout
@@ -27,7 +27,7 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel import topology
 from megatron_nb.parallel.topology import ON_CPU, ParallelConfig
 from megatron_nb.records import Sample
-from megatron_nb.training import memory
+from megatron_nb.training import memory, preflight
 from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
 from megatron_nb.training.loop import count_bad, save_or_leave
 from megatron_nb.training.metrics import LogConfig, Metrics
@@ -194,6 +194,7 @@ def main(config: SftConfig) -> None:
             config.data.tokenizer or (str(origin.hf_folder) if origin.hf_folder else None), config.data.chat_template
         )
         training, sets = open_datasets(config.data, tokenizer, config.seq_len, config.seed, config.model.vocab_size)
+        preflight.agree(tokenizer=tokenizer_digest(tokenizer), data=str(training.fingerprint()))
 
         chunks = build(config.model, config.parallel)
         if not run.resumes:

@@ -1,11 +1,13 @@
 """What would make a job fail hours later, looked at on every rank before the first step; one page when something is wrong.
 
 Seen on every rank: the run folder is the same one, versions are the same, clocks agree, devices are there and hold what is
-planned, the disk has room for the checkpoints. Told, not judged: the bandwidth of an all-reduce.
+planned, the disk has room for the checkpoints; later, that tokenizer and data are the same. Told, not judged: the bandwidth of
+an all-reduce. Where a job is submitted: that the files it names are there.
 """
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import logging
 import platform
@@ -15,6 +17,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +110,40 @@ def problems(everyone: list[Facts], folder: Path, free_gb: float, needed_gb: flo
             "(checkpoint.keep_last), or choose another runs_dir"
         )
     return found
+
+
+def missing(settings: dict[str, Any]) -> list[str]:
+    """A line for every file or folder that a flat configuration names and that is not here, and for no tokenizer at all."""
+    found = [
+        f"{key}={value}: there is no such file or folder"
+        for key, value in settings.items()
+        if isinstance(value, str) and value and _names_a_file(key) and not glob.glob(str(Path(value).expanduser()))
+    ]
+    tokenizers = [key for key in settings if key in ("data.tokenizer", "prompts.tokenizer")]
+    if tokenizers and not settings.get("init_from") and not any(settings[key] for key in tokenizers):
+        found.append(f"init_from and {tokenizers[0]} are null: rows are turned into tokens by a tokenizer, name one of the two")
+    return found
+
+
+def _names_a_file(key: str) -> bool:
+    section, _, last = key.rpartition(".")
+    if last == "path":
+        return section.split(".")[0] in ("data", "prompts")
+    return key == "init_from" or last in ("tokenizer", "checkpoint")
+
+
+def agree(**facts: str) -> None:
+    """Collective. ValueError, on every rank alike, when a fact (tokenizer, data) is another one on some rank."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), facts))
+    host, first = everyone[0]
+    for name in facts:
+        others = [f"rank {rank} on {there}" for rank, (there, found) in enumerate(everyone) if found[name] != first[name]]
+        if others:
+            raise ValueError(
+                f"the {name} of {_some(others)} is another than that of rank 0 on {host}: every rank must read the same files, "
+                "on a file system that all nodes share or from equal copies"
+            )
 
 
 def page(everyone: list[Facts], free_gb: float, needed_gb: float, rate: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nb.training.preflight import PACKAGES, Facts, check, page, problems
+from megatron_nb.training.preflight import PACKAGES, Facts, agree, check, missing, page, problems
 
 GOOD = [
     Facts(rank, f"n{rank // 2}", dict.fromkeys(PACKAGES, "1.0"), 1000.0, True, "H100", rank % 2, 2, 80.0) for rank in range(4)
@@ -59,3 +59,31 @@ def test_a_full_disk_is_the_same_error_on_every_rank_and_room_is_none(ranks, tmp
     first, second = ranks.run(2, _looks, str(tmp_path), 10**15)
     assert first == second and "the checkpoints need" in first
     assert list(tmp_path.iterdir()) == []
+
+
+def _agrees(digests: list[str]) -> str:
+    from megatron_nb.parallel import topology
+
+    place = topology.initialize(topology.ParallelConfig(tensor=2), 1)
+    try:
+        agree(tokenizer="a", data=digests[place.rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_other_data_is_named_on_every_rank(ranks):
+    assert ranks.run(2, _agrees, ["x", "x"]) == ["", ""]
+    first, second = ranks.run(2, _agrees, ["x", "y"])
+    assert first == second and re.search("the data of rank 1 on .* is another than that of rank 0", first)
+
+
+def test_every_file_that_a_configuration_names_is_looked_for(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    here = {"data.sources.a.path": f"{tmp_path}/*.jsonl"}
+    gone = {"data.sources.b.path": f"{tmp_path}/b", "init_from": "/no/run"}
+    assert missing({"data.tokenizer": str(tmp_path), **here, "init_from": None, "name": "/no/path"}) == []
+    lines = missing({"data.tokenizer": None, **here, **gone})
+    assert [line.partition("=")[0] for line in lines] == list(gone)
+    (line,) = missing({"data.tokenizer": None, **here, "init_from": None})
+    assert "init_from and data.tokenizer are null" in line
