@@ -4,8 +4,8 @@
 
 Writes, below OUT: tokenizer/ and start/ (weights that already copy: tools/demo_search_start.py); for SFT chat.jsonl (good and
 sloppy answers of tools/demo_rl_data.py), clean.jsonl (good ones), code.jsonl (tools/demo_code_data.py), repeats.jsonl and
-exercises.jsonl (searches in invented results); wiki.jsonl, the pages of an invented wiki; prompts of the stages: pairs, chat_rl,
-chat_heldout, code_rl, code_heldout. No prompt stands in two of these files.
+exercises.jsonl (searches in invented results), and rows held out from them in valid.jsonl; wiki.jsonl, an invented wiki, and
+corpus/, its index; prompts of the stages: pairs, chat_rl, chat_heldout, code_rl, code_heldout. No prompt stands in two files.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.rollout.tools import SCHEMAS
+from megatron_nb.search.build import build as build_index
 from megatron_nb.search.sentences import sentences
 from tools import demo_code_data, demo_rl_data, demo_search_data
 from tools.demo_files import train_twin_tokenizer, write_rows
 from tools.demo_search_start import write_start
 from tools.recipe_tiny_wiki import FIRSTS, PEOPLE, SECONDS, pages
 
-VOCABULARY = 2560  # at most
+VOCABULARY = 2560  # as in hydra_conf/cascade_tiny.yaml
 TOOLS = ("search", "find_in_page")
 NAMES = [*FIRSTS, *SECONDS, *PEOPLE]
+ROWS = {
+    "chat": 8000, "code": 6000, "repeats": 2000, "exercises": 6000, "valid": 40, "wiki": 200, "pairs": 1200, "chat_rl": 600,
+    "chat_heldout": 100, "code_rl": 300, "code_heldout": 100,
+}  # fmt: skip
 SLOPPY = 0.5  # share of sloppy answers in chat.jsonl
 
 
@@ -40,25 +45,32 @@ class Exercises(demo_search_data.Exercises):
 
 
 def build(out: Path, seed: int, rows: dict[str, int]) -> None:
-    """Writes everything; rows: how many of chat, code, repeats, exercises, wiki, pairs, chat_rl, chat_heldout, code_rl,
-    code_heldout."""
+    """Writes everything. rows: how many there are to be, the keys of ROWS."""
     rng = random.Random(seed)
     out.mkdir(parents=True, exist_ok=True)
-    said = chat(out, rng, rows) + code(out, rng, seed, rows)
+    talked, programs = chat(out, rng, rows), code(out, rng, seed, rows)
+    valid = [*talked[: rows["valid"]], *programs[: rows["valid"]]]
+    write_rows(out / "chat.jsonl", talked[rows["valid"] :])
+    write_rows(out / "code.jsonl", programs[rows["valid"] :])
+    said = [message["content"] for row in talked + programs for message in row["messages"]]
     wiki = pages(rows["wiki"], rng)
     write_rows(out / "wiki.jsonl", wiki)
+    build_index(out / "wiki.jsonl", out / "corpus", workers=1)
     known = [sentence for row in pages(200, rng) for sentence in sentences(row["text"])]
     drawn = Exercises([one for one in known if 9 <= len(one.split()) <= 40], rng)
-    exercises = [drawn.draw() for _ in range(rows["exercises"])]
-    write_rows(out / "exercises.jsonl", exercises)
+    exercises = [drawn.draw() for _ in range(rows["exercises"] + rows["valid"])]
+    write_rows(out / "exercises.jsonl", exercises[rows["valid"] :])
+    write_rows(out / "valid.jsonl", [*valid, *exercises[: rows["valid"]]])
     repeats = [demo_rl_data.repeats(rng) for _ in range(rows["repeats"])]
     write_rows(out / "repeats.jsonl", [{"text": text} for text in repeats])
     texts = [*said, *known, *repeats[:200], *searches(exercises[:300]), *[*NAMES, "user", "assistant"] * 400]
-    write_start(out / "start", tokenizer(out / "tokenizer", texts), seed)
+    count = train_twin_tokenizer(out / "tokenizer", texts, VOCABULARY)
+    assert count == VOCABULARY, f"{count} tokens: the chain's model has {VOCABULARY}"
+    write_start(out / "start", out / "tokenizer", seed)
 
 
-def chat(out: Path, rng: random.Random, rows: dict[str, int]) -> list[str]:
-    """Rows of chat; everything that was said."""
+def chat(out: Path, rng: random.Random, rows: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of chat for SFT; the other files are written."""
     seen: set[str] = set()
     for name in ("chat_heldout", "pairs", "chat_rl"):
         tasks = demo_rl_data.tasks(rng, rows[name], 0.0, seen)
@@ -66,11 +78,10 @@ def chat(out: Path, rng: random.Random, rows: dict[str, int]) -> list[str]:
             {"id": f"{name}-{number}", "skill": skill, "messages": task.messages, "answer": task.ideal}
             for number, (skill, task) in enumerate(tasks)
         ])  # fmt: skip
-    trained = [task for _, task in demo_rl_data.tasks(rng, rows["chat"], demo_rl_data.ATTACKED, seen)]
-    mixed = [demo_rl_data.sloppy(task, rng) if rng.random() < SLOPPY else task.ideal for task in trained]
-    for name, answers in (("clean", [task.ideal for task in trained]), ("chat", mixed)):
-        write_rows(out / f"{name}.jsonl", [answered(task.messages, text) for task, text in zip(trained, answers)])
-    return [*(one["content"] for task in trained for one in task.messages), *(task.ideal for task in trained), *mixed]
+    trained = [task for _, task in demo_rl_data.tasks(rng, rows["chat"] + rows["valid"], demo_rl_data.ATTACKED, seen)]
+    write_rows(out / "clean.jsonl", [answered(task.messages, task.ideal) for task in trained[rows["valid"] :]])
+    said = [demo_rl_data.sloppy(task, rng) if rng.random() < SLOPPY else task.ideal for task in trained]
+    return [answered(task.messages, text) for task, text in zip(trained, said)]
 
 
 def answered(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
@@ -79,8 +90,8 @@ def answered(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
     return {"messages": [*history, {"role": "assistant", "content": text, "loss": 1}]}
 
 
-def code(out: Path, rng: random.Random, seed: int, rows: dict[str, int]) -> list[str]:
-    """Problems and programs; everything that was said."""
+def code(out: Path, rng: random.Random, seed: int, rows: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of programs for SFT; the problems are written."""
     every = demo_code_data.asked()
     rng.shuffle(every)
     tests = {problem.name: demo_code_data.tests_of(problem, seed) for problem in demo_code_data.problems()}
@@ -88,9 +99,9 @@ def code(out: Path, rng: random.Random, seed: int, rows: dict[str, int]) -> list
         taken, every = every[: rows[name]], every[rows[name] :]
         problems = [demo_code_data.row(one, f"{name}-{at}", tests[one.problem.name]) for at, one in enumerate(taken)]
         write_rows(out / f"{name}.jsonl", problems)
-    trained = [(one.text, demo_code_data.answer(one, rng)) for one in rng.choices(every, k=rows["code"])]
-    write_rows(out / "code.jsonl", [answered([demo_rl_data.user(text)], said) for text, said in trained])
-    return [text for pair in trained for text in pair]
+    few = len(every) // 20  # prompts of the rows held out
+    asked = [*rng.choices(every[:few], k=rows["valid"]), *rng.choices(every[few:], k=rows["code"])]
+    return [answered([demo_rl_data.user(one.text)], demo_code_data.answer(one, rng)) for one in asked]
 
 
 def searches(exercises: list[dict[str, Any]]) -> list[str]:
@@ -103,18 +114,12 @@ def searches(exercises: list[dict[str, Any]]) -> list[str]:
     return said + [head, *(json.dumps(SCHEMAS[name]) for name in TOOLS)] * 50
 
 
-def tokenizer(out: Path, texts: list[str]) -> Path:
-    train_twin_tokenizer(out, texts, VOCABULARY)
-    return out
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    counts = {"chat": 8000, "code": 6000, "repeats": 2000, "exercises": 6000, "wiki": 200, "pairs": 1200, "chat_rl": 600}
-    build(options.out, options.seed, counts | {"chat_heldout": 100, "code_rl": 300, "code_heldout": 100})
+    build(options.out, options.seed, ROWS)
 
 
 if __name__ == "__main__":
