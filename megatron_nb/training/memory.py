@@ -1,8 +1,9 @@
 """What one rank will hold, by kind, before anything is allocated.
 
 Counts tensors that live at the peak of a step: weights, gradients, optimizer state, activations kept for the backward
-pass, the loss, and the buffers of context parallelism. Left out: the CUDA context, NCCL buffers, fragmentation; the
-reserve covers them. Legend: t tokens per context rank, s tokens per rank where sequence parallelism scatters them.
+pass, and the work in hand at the worst moment, which is the loss, an MLP's backward pass, or an attention's. Left out: the
+CUDA context, NCCL buffers, fragmentation; the reserve covers them. tools/plan_measure.py holds it against counted bytes.
+Legend: t tokens per context rank, s tokens per rank where sequence parallelism scatters them.
 """
 
 from __future__ import annotations
@@ -14,27 +15,38 @@ from megatron_nb.parallel.topology import ParallelConfig
 
 GB = 1e9
 RESERVE = 0.08  # of the device: context, communication buffers, fragmentation
-LOSS_CHUNK = 32768, 8192  # tokens x vocabulary of linear_logprob's workspace, however long the pack is
+LOSS_CHUNK = 8192, 32768  # tokens x vocabulary of linear_logprob's workspace on a GPU, however long the pack is
+LOSS_CHUNK_TORCH = 512, 25 << 20  # tokens, and logits in fp32, that its torch path holds at once
+LOSS_PIECE_TORCH = 8192  # rows of bf16 weights that it widens at once
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the fullest rank."""
+    """Bytes on the fullest rank. Of the last three, which are never alive together, the largest counts."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    loss: float
-    ring: float
+    activations: float  # what all layers keep
+    loss: float  # logits of a chunk, gradients of the hidden states and of the head
+    mlp: float  # recomputed activations and the backward pass's own, in one layer
+    attention: float  # the same of attention: gradients, keys and values on their way round the ring
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values())
+        held = self.weights + self.gradients + self.optimizer + self.activations
+        return held + max(self.loss, self.mlp, self.attention)
 
     def table(self) -> str:
         rows = [*asdict(self).items(), ("total", self.total)]
-        return "\n".join(f"  {name:<12} {value / GB:8.2f} GB" for name, value in rows)
+        lines = [f"  {name:<12} {value / GB:8.2f} GB" for name, value in rows]
+        lines[-1] += " (of loss, mlp, attention the largest)"
+        return "\n".join(lines)
+
+
+def torch_path(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether the kernels' torch path runs: on a CPU, or where it is asked for."""
+    return model.kernels == "torch" or (model.kernels == "auto" and parallel.communication == "gloo")
 
 
 def stage_parameters(model: ModelConfig, parallel: ParallelConfig) -> float:
@@ -83,20 +95,44 @@ def plan(model: ModelConfig, parallel: ParallelConfig, world: int, pack_length: 
     # 1F1B: the first stage holds as many micro-batches as there are stages; interleaving adds a part of that
     virtual = parallel.virtual_pipeline
     in_flight = parallel.pipeline * (1 + (parallel.pipeline - 1) / (parallel.pipeline * virtual) if virtual > 1 else 1)
-    working = whole if parallel.recompute == "full" else parts["mlp"] if parallel.recompute == "selective" else 0.0
     rotary = 4 * model.head_dim  # cosine and sine, one table for all layers
-    activations = t * (layers * kept * in_flight + working + rotary + layer_input)
+    transfers = 3 * virtual * layer_input if parallel.pipeline > 1 else 0.0  # received, to be sent, and a gradient
+    activations = t * (layers * kept * in_flight + rotary + layer_input + transfers)
 
-    head = model.padded_vocab(parallel.tensor) / parallel.tensor * model.hidden_size * 4  # its gradient before it is added
-    chunk = b * min(t, LOSS_CHUNK[0]) * min(model.vocab_size, LOSS_CHUNK[1])
-    loss = t * model.hidden_size * (b + 4 + b) + t * 32 + chunk + head
-    if model.head == "score":
-        loss = t * model.hidden_size * b  # the hidden states' gradient, of which only the documents' last rows are not zero
+    scattered = 2 * b * model.hidden_size if parallel.sequence_parallel else 0  # gathered again, and its gradient
+    again = {"none": 0.0, "selective": parts["mlp"], "full": whole}[parallel.recompute]
+    mlp = t * (again + scattered + _mlp_backward_bytes(model, parallel))
     q = model.num_attention_heads * model.head_dim / parallel.tensor
     kv = model.num_query_groups * model.head_dim / parallel.tensor
     # backward: keys and values here and arriving, their gradients here, own and arriving in fp32, dq in fp32
-    ring = t * (4 * kv * b + 6 * kv * 4 + q * 4) if parallel.context > 1 else t * q * 4
-    return MemoryPlan(parameters * b, parameters * 4, parameters * state / shards, activations, loss, ring)
+    ring = 4 * kv * b + 6 * kv * 4 + q * 4 if parallel.context > 1 else q * 4
+    again = parts["norms"] + parts["attention"] if parallel.recompute == "full" else 0.0
+    attention = t * (again + scattered + ring)
+    loss = _loss_bytes(model, parallel, t)
+    return MemoryPlan(parameters * b, parameters * 4, parameters * state / shards, activations, loss, mlp, attention)
+
+
+def _mlp_backward_bytes(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Per token: gradients of the activation's output and of gate and up; the torch path works in fp32."""
+    b = 2 if model.dtype == "bf16" else 4
+    wide = 18 if b == 2 else 4
+    return (3 * b + (wide if torch_path(model, parallel) else 0)) * model.ffn_hidden_size / parallel.tensor
+
+
+def _loss_bytes(model: ModelConfig, parallel: ParallelConfig, t: float) -> float:
+    """What is alive while the loss is taken of t tokens, forward or backward."""
+    b = 2 if model.dtype == "bf16" else 4
+    if model.head == "score":
+        return t * model.hidden_size * b  # the hidden states' gradient, of which only the documents' last rows are not zero
+    vocabulary = model.padded_vocab(parallel.tensor) / parallel.tensor
+    head = vocabulary * model.hidden_size * 4  # its gradient before it is added
+    if torch_path(model, parallel):
+        chunk = 4 * min(min(t, LOSS_CHUNK_TORCH[0]) * vocabulary, LOSS_CHUNK_TORCH[1])
+        if b == 2:
+            chunk += 4 * min(vocabulary, LOSS_PIECE_TORCH) * model.hidden_size  # weights in fp32
+    else:
+        chunk = b * min(t, LOSS_CHUNK[0]) * min(vocabulary, LOSS_CHUNK[1])
+    return t * model.hidden_size * (b + 4 + b) + t * 32 + chunk + head
 
 
 def check_fits(plan_: MemoryPlan, device_gb: float) -> None:
@@ -106,8 +142,7 @@ def check_fits(plan_: MemoryPlan, device_gb: float) -> None:
         biggest = max(asdict(plan_), key=lambda name: getattr(plan_, name))
         remedy = {
             "activations": "raise parallel.context or parallel.tensor, or set parallel.recompute=full",
-            "loss": "raise parallel.context",
-            "ring": "raise parallel.context",
+            **dict.fromkeys(("loss", "mlp", "attention"), "raise parallel.context or parallel.tensor"),
         }.get(biggest, "raise parallel.tensor or parallel.pipeline, or use more ranks with parallel.distributed_optimizer=true")
         raise ValueError(
             f"the fullest rank needs {plan_.total / GB:.1f} GB, a device has {device_gb:g} GB of which {room:.1f} can be used; "
