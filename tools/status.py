@@ -26,6 +26,12 @@ from megatron_nb.training.checkpoint_folder import newest_complete
 RECENT = 20  # steps that the rate is taken over
 SHOWN = ("loss", "reward_mean", "heldout_loss", "heldout_reward")  # last values worth a column
 FULL_GB = 0.01  # with less left, a disk counts as full
+TURN = ("", "None", "Priority", "BeginTime", "Resources", "Dependency", "JobArrayTaskLimit")  # reasons to wait that pass
+WAITS_FOR = {  # a word of any other -> what to do
+    "account": "set account in the site file, or another partition",
+    "node": "`sinfo -R` says why a node is away; it goes on when the node is back, or leave the node out of the site's options",
+    "limit": "ask for fewer nodes or less time, or wait for your other jobs",
+}
 DEAD = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
@@ -97,10 +103,13 @@ def services_of(folder: Path) -> list[str]:
 
 
 def why_it_waits(job: str) -> str:
-    """What Slurm says of a job that does not run; empty when it only waits for its turn."""
+    """What Slurm says of a job that does not run, with what to do; empty when it only waits for its turn."""
     done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%r"], capture_output=True, text=True)
-    said = done.stdout.strip().splitlines()
-    return said[0] if said and said[0] not in ("None", "Priority", "BeginTime") else ""
+    said = (done.stdout.strip().splitlines() or [""])[0]
+    if said in TURN:
+        return ""
+    remedy = next((remedy for word, remedy in WAITS_FOR.items() if word in said.lower()), None)
+    return f"{said}: {remedy}" if remedy else said
 
 
 def why_it_died(folder: Path, job: str | None, state: str | None, log_lines: int) -> str:

@@ -1,5 +1,7 @@
 """What the tests on a real local Slurm share: the words of a tiny fine-tuning, a site file, waiting for jobs."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -7,11 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megatron_nb import sft
 from tests.data.data_tokenizers import chat, tiny
 from tools.local_slurm import LocalSlurm
 
@@ -30,6 +36,7 @@ class Cluster:
     def __init__(self, slurm: LocalSlurm, folder: Path):
         self.slurm, self.folder, self.site = slurm, folder, folder / "site.yaml"
         self.site.write_text(SITE)
+        self.nodes, self.ranks_per_node, self.always = 2, 2, ["parallel=cpu4"]
         tiny().save_pretrained(folder / "tokenizer")
         draw, some = random.Random(5), ["some", "words", "of", "a", "question", "and", "an", "answer", "long", "short"]
         with (folder / "rows.jsonl").open("w") as file:
@@ -37,26 +44,42 @@ class Cluster:
                 question, answer = (" ".join(draw.choices(some, k=draw.randint(1, 12))) for _ in range(2))
                 file.write(json.dumps(chat(question, answer)) + "\n")
 
-    def words(self, name: str, *more: str, nodes: int = 2, ranks: int = 2) -> list[str]:
+    def words(self, name: str, *more: str) -> list[str]:
+        """Of a job on `nodes` nodes of `ranks_per_node` ranks each."""
         data = [f"data.sources.a.path={self.folder}/rows.jsonl", f"data.tokenizer={self.folder}/tokenizer"]
         sizes = ["context=2k", "seq_len=128", "global_batch_size=4", "num_steps=10", "checkpoint.every=5"]
         rest = ["optimizer.lr=1e-2", "optimizer.warmup_steps=3", "data.workers=0", "data.loader_workers=0", "log.wandb=off"]
-        slurm = ["launch=slurm", f"launch.slurm.nodes={nodes}", f"launch.slurm.ranks_per_node={ranks}"]
+        slurm = ["launch=slurm", f"launch.slurm.nodes={self.nodes}", f"launch.slurm.ranks_per_node={self.ranks_per_node}"]
         where = [f"launch.slurm.site={self.site}", f"runs_dir={self.folder}/runs", f"name={name}"]
-        return [*TINY, "parallel=cpu4", "data=files", *data, f"data.cache_dir={self.folder}/cache", *sizes, *rest, *slurm,
-                *where, *more]  # fmt: skip
+        return [*TINY, "data=files", *data, f"data.cache_dir={self.folder}/cache", *sizes, *rest, *slurm, *where,
+                *self.always, *more]  # fmt: skip
 
-    def run(self, *words: str, code: int = 0, module: str = "megatron_nb.sft") -> str:
-        """What `python -m megatron_nb.sft WORDS` prints, both streams; it must end with `code`."""
-        done = subprocess.run(
-            [sys.executable, "-m", module, *words], env=self.slurm.env, capture_output=True, text=True, timeout=300
-        )
+    def main(self, *words: str, code: int = 0, main=sft.main) -> str:
+        """What `python -m megatron_nb.sft WORDS` prints, run in this process: a new one takes seconds to import torch."""
+        out, found = io.StringIO(), 0
+        as_told = patch.object(sys, "argv", ["job", *words]), patch.dict(os.environ, self.slurm.env)
+        with as_told[0], as_told[1], contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                main()
+            except SystemExit as left:
+                found = left.code or 0
+        assert found == code, out.getvalue()
+        return out.getvalue()
+
+    def run(self, *command: str, code: int = 0) -> str:
+        """What `python COMMAND` prints, both streams; it must end with `code`."""
+        done = subprocess.run([sys.executable, *command], env=self.slurm.env, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def submit(self, name: str, *more: str, **sizes: int) -> str:
+    def status(self, name: str, code: int = 0) -> str:
+        """What tools/status.py says of a run or chain, in one line."""
+        with patch.dict(self.slurm.env, {"COLUMNS": "250"}):
+            return " ".join(self.run("tools/status.py", f"{self.folder}/runs/{name}", code=code).split())
+
+    def submit(self, name: str, *more: str) -> str:
         """The id of the submitted job."""
-        said = self.run(*self.words(name, *more, **sizes))
+        said = self.main(*self.words(name, *more))
         return said.rpartition("\njob ")[2].partition(":")[0]
 
     def slurm_says(self, *command: str) -> str:
@@ -110,11 +133,14 @@ class Cluster:
         return queue + "".join(f"\n{path}:\n{path.read_text()[-3000:]}" for path in paths)
 
 
-def local_slurm(folder: Path, port: int) -> LocalSlurm:
-    """Four nodes with two pretend GPUs each, up."""
-    slurm = LocalSlurm(folder)
+def running_cluster(folder: Path, port: int) -> Iterator[Cluster]:
+    """For a fixture: four nodes with two pretend GPUs each; the nodes take the ports above `port`."""
+    slurm = LocalSlurm(folder / "cluster")
     slurm.up(nodes=4, gpus=2, cpus=8, memory_mb=4000, grace_s=20, port=port)
-    return slurm
+    try:
+        yield Cluster(slurm, folder)
+    finally:
+        slurm.down()
 
 
 def why_not() -> str | None:
@@ -126,3 +152,6 @@ def why_not() -> str | None:
     except RuntimeError as error:
         return str(error)
     return None if shutil.which("pgrep") and os.geteuid() == 0 else "needs pgrep"
+
+
+needs_slurm = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

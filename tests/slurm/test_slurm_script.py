@@ -106,3 +106,21 @@ def test_without_slurm_a_submission_says_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no sbatch on this machine"):
         job(tmp_path).submit()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("Invalid account or account/partition combination specified", "set account in the site file"),
+        ("Invalid qos specification", "set qos in the site file"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "lower launch.slurm.time"),
+    ],
+)
+def test_what_sbatch_refuses_is_said_with_its_remedy(tmp_path, monkeypatch, said, remedy):
+    for name, does in (("squeue", ""), ("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(ConfigError, match="Slurm refuses the job") as error:
+        job(tmp_path).submit()
+    assert said in str(error.value) and remedy in str(error.value)
