@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from megatron_nb.give_up import GivesUp
 from megatron_nb.model.hf_files import copy_companions
 from megatron_nb.training.checkpoint_folder import (
     DamagedCheckpoint,
@@ -76,6 +77,10 @@ class CheckpointConfig:
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says what still is usable."""
+
+
+class FullDisk(GivesUp, CheckpointError):
+    """There is no room for a checkpoint: every further try would end here."""
 
 
 def _make_empty(folder: Path) -> None:
@@ -159,7 +164,7 @@ class Checkpoints:
             self._save = _Save(step, folder, self._plan(folder, *training_state(trainer, step, data_state)))
             needed, free = sum(everywhere(self._save.bytes)), shutil.disk_usage(folder).free
             if any(everywhere(needed > free)):
-                raise CheckpointError(f"{needed / 1e9:.3f} GB are needed")
+                raise FullDisk(f"{needed / 1e9:.3f} GB are needed")
             self._save.start(background=self.config.async_save)
             if not self.config.async_save:
                 self._finish()
@@ -228,7 +233,8 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
         kept = next(iter(complete_steps(self.run)), None)
         usable = "this run has no earlier checkpoint" if kept is None else f"the checkpoint of step {kept} is usable"
-        raise CheckpointError(
+        full = isinstance(error, FullDisk) or "No space left" in str(error)
+        raise (FullDisk if full else CheckpointError)(
             f"saving step {step} into {self.run} failed: {error} ({free:.3f} GB are free there). Nothing of it is "
             f"kept, {usable}: make room, then start the same command again"
         ) from error
