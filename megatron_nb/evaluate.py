@@ -46,7 +46,8 @@ class EvaluateConfig:
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind and settings, see evals/README.md
     only: list[str] | None = None  # of the tasks; null: all
     data_dir: str = "."  # where the files of tasks=recipe lie
-    exclude: str | None = None  # file {"task": [ids]} of items that training has seen: figures without them are given too
+    # items that training has seen, for figures without them: a file {"task": [ids]}, or a run or cascade, whose rows are searched
+    exclude: str | None = None
     name: str | None = None  # run folder runs_dir/name; null: derived from the configuration
     runs_dir: str = "runs"
     seed: int = 1234
@@ -107,7 +108,6 @@ def describe_job(config: EvaluateConfig, tasks: list[Task], items: dict[str, lis
 def evaluate(run: Run, config: EvaluateConfig, place: Topology, tasks: list[Task], items: dict[str, list[Item]]) -> None:
     """Attempts, outcomes, results and summary; what an earlier attempt of the job has finished is taken over. Collective."""
     answerer = config.answerer(max(task.sampling.max_tokens for task in tasks))
-    excluded = read_excluded(config.exclude, config.tasks)
     told = [identity(answerer), config.max_prompt_tokens]
     attempts = Attempts(run.folder / "outcomes", tasks, items, told, place.rank)
 
@@ -125,6 +125,7 @@ def evaluate(run: Run, config: EvaluateConfig, place: Topology, tasks: list[Task
             task.close()
     lost = _gathered(attempts.invalid)
     if place.rank == 0:
+        excluded = read_excluded(config.exclude, items)
         outcomes = attempts.read(lost)
         attempts.write(outcomes)
         prices = config.price_in, config.price_out
@@ -176,7 +177,8 @@ def main(config: EvaluateConfig) -> None:
     tasks = build_tasks(config)
     items = {task.name: task.items() for task in tasks}
     report = describe_job(config, tasks, items)
-    read_excluded(config.exclude, config.tasks)
+    if config.exclude and not Path(config.exclude).is_dir():
+        read_excluded(config.exclude, items)
     if elsewhere(config, "evaluate", "megatron_nb.evaluate", report):
         return
     place = topology.initialize(config.parallel, config.seed)

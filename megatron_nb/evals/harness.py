@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_nb.asking.askers import Asker, TooLong
 from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
+from megatron_nb.evals.overlap import find_overlaps, stages_in
 from megatron_nb.evals.task import Item, Outcome, Task
 from megatron_nb.run import write_atomic
 from megatron_nb.schema import flatten
@@ -171,19 +172,28 @@ def _share(outcomes: list[Outcome], of: Any) -> float:
     return sum(float(of(outcome)) for outcome in outcomes) / len(outcomes)
 
 
-def read_excluded(path: str | None, names: Iterable[str]) -> dict[str, set[str]]:
-    """Task -> ids of items that training has seen, of a file {"task": [ids]} such as tools/overlap.py writes."""
+def read_excluded(path: str | None, items: dict[str, list[Item]]) -> dict[str, set[str]]:
+    """Task -> ids of items that training has seen. path: a file {"task": [ids]} such as tools/overlap.py writes, or the folder
+    of a run or a cascade, all of whose training rows are then searched for the items.
+    """
     if path is None:
         return {}
     file = Path(path).expanduser()
+    if file.is_dir():
+        stages = stages_in(file)
+        if not stages:
+            log.warning("exclude=%s: no run there says what it was trained on, so nothing is excluded", path)
+            return {}
+        find_overlaps(file, stages, items)
+        file = file / "overlap.json"
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"exclude={path!r} cannot be read ({error}): it is a JSON file of {{task: [ids]}}") from error
     if not isinstance(found, dict) or not all(isinstance(ids, list) for ids in found.values()):
         raise ValueError(f"exclude={path!r} must hold an object {{task: [ids]}}")
-    if found and not set(found) & set(names):
-        raise ValueError(f"exclude={path!r} names the tasks {', '.join(found)}; none of them is evaluated: {', '.join(names)}")
+    if found and not set(found) & set(items):
+        raise ValueError(f"exclude={path!r} names the tasks {', '.join(found)}; none of them is evaluated: {', '.join(items)}")
     return {name: {str(one) for one in ids} for name, ids in found.items()}
 
 
