@@ -24,10 +24,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.config import ConfigError, compose
-from megatron_nb.evals.overlap import find_overlaps, training_sources
+from megatron_nb.evals.overlap import find_overlaps, stages_in
 from megatron_nb.evals.task import Item
 from megatron_nb.evaluate import EvaluateConfig, build_tasks
-from tools.report_read import stages_of
 
 
 def items_of(words: list[str], tasks_of: Path | None) -> dict[str, list[Item]]:
@@ -65,11 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--n", type=int, default=13, help="words in a row that make an overlap (%(default)s)")
     parser.add_argument("--common", type=int, default=3, help="items beyond which such a run is a phrase (%(default)s)")
     parser.add_argument("--workers", type=int, help="processes; default: one per core")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        runs = {run.name: training_sources(run.config) for run in stages_of(options.run)}
-        stages = {name: sources for name, sources in runs.items() if sources}
+        if not options.run.is_dir():
+            raise ValueError(f"{options.run} is no folder: give the folder of a run or of a cascade, such as runs/NAME")
+        stages = stages_in(options.run)
         for text in options.training:
             name, found, path = text.partition("=")
             if not (name and found and path):

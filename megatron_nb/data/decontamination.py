@@ -61,7 +61,7 @@ class Evaluations:
         self._pieces: set[str] = set()  # of all texts with a run
 
     def add(self, set_name: str, item: str, text: str, *others: str) -> None:
-        """One text of a set; others: the same in other words, or a part of it, that is as good as the whole."""
+        """One text of a set; others: what else tells that it was met."""
         runs: dict[str, None] = {}
         for words in map(words_of, (text, *others)):
             if len(words) >= self.n:

@@ -4,8 +4,8 @@
             overlap_report.json   per task the stages that met it; each pair with the training row's file and line
             overlap/              what is done, by file and batch of rows: the same call goes on after a kill
 
-An item is looked for as it is asked, and without what all items of its task begin or end with (instructions, the form of an
-answer), so that a short question is found where it stands alone. An equal id counts where at least half of the item's words
+An item is looked for without what all items of its task begin or end with (instructions, the form of an answer), so that a
+short question is found where it stands alone. An equal id counts where at least half of the item's words
 stand in the row too: ids such as "12" or "test/3" are given by everybody.
 """
 
@@ -24,8 +24,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
 from megatron_nb.data.decontamination import Evaluations, texts_of, words_of
+from megatron_nb.data.files import locked
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.evals.task import Item
 from megatron_nb.run import write_atomic
@@ -47,11 +50,10 @@ class Look:
         self.ids: dict[str, list[tuple[str, str, set[str]]]] = {}  # id -> (task, item, its words)
         self.digest = hashlib.sha256()
         for task, its in items.items():
-            whole = [asked(item) for item in its]
-            for item, text, own in zip(its, whole, own_texts(whole), strict=True):
-                self.evaluations.add(task, item.id, text, own)
-                self.ids.setdefault(item.id, []).append((task, item.id, set(words_of(own))))
-                self.digest.update(json.dumps([task, item.id, text, own]).encode())
+            for item, texts in zip(its, own_texts([asked(item) for item in its], n), strict=True):
+                self.evaluations.add(task, item.id, *texts)
+                self.ids.setdefault(item.id, []).append((task, item.id, set(words_of(texts[0]))))
+                self.digest.update(json.dumps([task, item.id, texts]).encode())
 
     def pairs(self, where: str, row: dict[str, Any]) -> list[dict[str, Any]]:
         """What this row shares with items: {task, item, by: words | id, shared, of, excerpt, where}, one for each item."""
@@ -78,15 +80,22 @@ def asked(item: Item) -> str:
     return "\n".join(text for text in said if isinstance(text, str))
 
 
-def own_texts(texts: list[str]) -> list[str]:
-    """Each text without the words that all of them begin with, and those that all of them end with."""
-    words = [text.split() for text in texts]
-    if len({" ".join(one) for one in words}) < 2:
-        return texts
-    least = min(map(len, words))
-    first = next((k for k in range(least) if len({one[k] for one in words}) > 1), least)
-    last = next((k for k in range(least - first) if len({one[-1 - k] for one in words}) > 1), least - first)
-    return [" ".join(one[first : len(one) - last]) for one in words]
+def own_texts(texts: list[str], n: int) -> list[list[str]]:
+    """What to look for of each text: it without the words that all begin with and end with, and when that has fewer than `n`
+    words, also each run of n words that holds it: such words mean nothing where they stand among others, but for their form.
+    """
+    words = [words_of(text) for text in texts]
+    first = last = 0
+    if len(set(map(tuple, words))) > 1:
+        least = min(map(len, words))
+        first = next((k for k in range(least) if len({one[k] for one in words}) > 1), least)
+        last = next((k for k in range(least - first) if len({one[-1 - k] for one in words}) > 1), least - first)
+    found = []
+    for one in words:
+        stop = len(one) - last
+        places = range(max(0, stop - n), min(first, len(one) - n) + 1) if 0 < stop - first < n else ()
+        found.append([" ".join(one[first:stop]), *(" ".join(one[place : place + n]) for place in places)])
+    return found
 
 
 # ------------------------------------------------------------------ training rows
@@ -94,6 +103,15 @@ def training_sources(config: dict[str, Any]) -> dict[str, str]:
     """{source: path} of a job's resolved configuration: what it trains on; held-out rows are none of it."""
     sections = [config[name] for name in SECTIONS if isinstance(config.get(name), dict)]
     return {name: source["path"] for section in sections for name, source in (section.get("sources") or {}).items()}
+
+
+def stages_in(root: Path) -> dict[str, dict[str, str]]:
+    """{stage: {source: path}} of the runs in the folder of a cascade that have begun, or of the run that it is."""
+    found = {}
+    for path in sorted([*root.glob("config.yaml"), *root.glob("*/config.yaml")], key=lambda path: path.stat().st_mtime):
+        if ".before-" not in path.parent.name:  # moved aside by a chain that made it anew
+            found[path.parent.resolve().name] = training_sources(yaml.safe_load(path.read_text()) or {})
+    return {stage: sources for stage, sources in found.items() if sources}
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,14 @@ def find_overlaps(
     workers: processes; None: one per core; 0: this one. ValueError when there is nothing to look through. A path that is not
     there yet is named in the report's "missing": its stage is not checked.
     """
+    (root / "overlap").mkdir(parents=True, exist_ok=True)
+    with locked(root / "overlap" / "lock"):  # evaluations of several stages may ask at the same time
+        return _find_overlaps(root, stages, items, n, common, workers)
+
+
+def _find_overlaps(
+    root: Path, stages: dict[str, dict[str, str]], items: dict[str, list[Item]], n: int, common: int, workers: int | None
+) -> dict[str, Any]:
     look = Look(items, n, common)
     files, missing = files_of(stages)
     distinct = list(dict.fromkeys(file for its in files.values() for found in its.values() for file in found))

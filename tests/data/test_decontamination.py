@@ -1,8 +1,10 @@
 """Texts that share 13 words in a row with an evaluation set are found, and the set and the words are named."""
 
+from random import Random
+
 import pytest
 
-from megatron_nb.data.decontamination import Evaluations, words_of
+from megatron_nb.data.decontamination import Evaluations, texts_of, words_of
 
 WORDS = [f"w{number}" for number in range(100)]
 
@@ -77,3 +79,28 @@ def test_no_evaluation_set_meets_nothing():
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ValueError, match="must be at least 1"):
         Evaluations(**settings)
+
+
+def test_reading_in_pieces_leaves_out_no_run():
+    random = Random(0)
+    for n in (1, 2, 3, 5, 8, 13):
+        for _ in range(60):
+            item, asked = ([f"a{random.randrange(4)}" for _ in range(random.randrange(n, 40))] for _ in range(2))
+            place, length = random.randrange(len(item)), random.randrange(1, 20)
+            asked[random.randrange(len(asked)) : 0] = item[place : place + length]
+            runs = [{" ".join(words[k : k + n]) for k in range(len(words) - n + 1)} for words in (item, asked)]
+            found = made(n=n, test=[" ".join(item)]).find(" ".join(asked))
+            assert [one.shared for one in found] == [len(runs[0] & runs[1])] * bool(runs[0] & runs[1])
+
+
+def test_an_item_in_two_wordings_is_one_item():
+    evaluations = Evaluations(13, common=1)
+    evaluations.add("test", "one", f"form {text(0, 20)}", text(0, 20))
+    assert [(overlap.item, overlap.shared) for overlap in evaluations.find(text(0, 20))] == [("one", 8)]
+    evaluations.add("test", "short", "Form: add two", "add two")
+    assert evaluations.find("Add two!")[0].item == "short"
+
+
+def test_texts_of_a_row_are_its_words_without_names_tools_and_tests():
+    row = {"id": "7", "messages": [{"role": "user", "content": "a"}, {"content": [{"text": "b"}]}], "tests": ["c"], "n": 1}
+    assert list(texts_of(row)) == ["a", "b"]
