@@ -1,6 +1,7 @@
 """What a user of a real Slurm sees when something outside goes wrong: where it is said, and what to do. `make test-slurm`."""
 
 import subprocess
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -59,6 +60,8 @@ def test_a_cancelled_job_is_called_so_with_the_checkpoint_that_it_goes_on_from(c
     cluster.until("step 3", lambda: cluster.steps("cancelled") >= 3)
     cluster.slurm_says("scancel", job_id)
     cluster.ended(job_id, "CANCELLED")
+    time.sleep(5)
+    assert cluster.state(job_id) == "CANCELLED"  # its script did not put it into the queue again
     told = cluster.status("cancelled", code=1)
     assert "cancelled is cancelled: " in told and "the same command goes on from step-0000" in told
 
