@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.search.sentences import sentences
 from megatron_nb.synthesis.question_obscure import GAP
+from megatron_nb.synthesis.question_quotes import labelled, question_of
 from tools.demo_files import SPECIAL, train_tokenizer, write_rows
 from tools.demo_search_start import BLANK
 
@@ -83,20 +84,18 @@ class Exercises:
         gaps = [self.gap(title) for title in titles[1:]]
         answer = self.number_or_name()
         gaps.append(self.gap(answer))
-        asked = [f'One page says "{quote}".']
-        asked += [f'There, "{before} {GAP} {after}" names the next page.' for before, after, _ in gaps[:-1]]
-        asked.append(f'There, what fills "{gaps[-1][0]} {GAP} {gaps[-1][1]}"?')
-        messages = [{"role": "user", "content": " ".join(asked)}, called("search", query=quote),
+        clues = [quote, *(f"{before} {GAP} {after}" for before, after, _ in gaps)]
+        messages = [{"role": "user", "content": question_of(clues)}, called(labelled(clues, 0), "search", query=quote),
                     {"role": "tool", "content": self.hits(titles[0], quote)}]  # fmt: skip
-        for title, (before, _, context) in zip(titles, gaps):
-            messages += [called("find_in_page", title=title, text=before),
+        for place, (title, (before, _, context)) in enumerate(zip(titles, gaps), 1):
+            messages += [called(labelled(clues, place), "find_in_page", title=title, text=before),
                          {"role": "tool", "content": f"{title}: 1 match\n... {context} ..."}]  # fmt: skip
         return {"messages": [*messages, {"role": "assistant", "content": f"Answer: {answer}"}]}
 
 
-def called(name: str, **arguments: str) -> dict[str, Any]:
+def called(thought: str, name: str, **arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": "", "type": "function", "function": function}]}
+    return {"role": "assistant", "content": thought, "tool_calls": [{"id": "", "type": "function", "function": function}]}
 
 
 def write_exercises(out: Path, corpus: Path, heldout: list[dict[str, Any]], count: int, seed: int) -> None:

@@ -8,7 +8,8 @@ minutes. So some heads are written by hand, everything else is random; training 
     layer 0      heads 0 and 1 look one and two places back, by rotary angle alone, and write what they find into the rooms
     layer 1      heads 0 and 1 look for places whose rooms hold the current token and the one before it, and write the token
                  that stands there
-                 heads 2 and 3 do so, where an argument begins, for places whose room holds a mark of a result: MARKS
+                 heads 2 and 3 do so where an argument begins, for the last place whose rooms hold a mark: of a result where a
+                 title is asked for (MARKS), of the quote in the thought before it where words are (QUOTED)
 
 Only rotary pairs that hardly turn within the longest row take part in that look-up, so rope_theta is large.
 """
@@ -30,11 +31,15 @@ MATCH_LOGIT = 24.0  # of a place whose room holds the current token
 PAIR_LOGIT = 20.0  # on top, where the other room holds the token before it
 COPIED = 4.0  # how strongly a found token is written
 SPACE = 0.3  # distance of a word behind a space from the same word elsewhere
-BEGINS = BLANK + '"'  # the token before an argument
-MARKS = {"]": 14.0, "**": 28.0}  # attention logits of what follows a hit's number, and of what follows a match
-FIRST = {"1": 6.0}  # on top, where the token before the mark is this: the first hit
+BEGINS = BLANK + '"'  # the token before an argument, and before a quote
+TITLE, WORDS = ("title",), ("text", "query")  # arguments; two tokens before their first one
+NUMBERS = tuple(f"{BLANK}{number}" for number in range(1, 5))  # two tokens before the first one of a quote
+MARKS = {("]",): 14.0, ("**",): 28.0}  # attention logits of what follows a hit's number, and of what follows a match
+FIRST = {("1",): 6.0}  # on top, where the token before the mark is this: the first hit
+QUOTED = 14.0, 14.0  # of what follows BEGINS, and of what has NUMBERS two tokens before it
+RECENT = {10: 10.0, 14: 16.0}  # rotary pair -> logit of a place near by; the first tells tokens apart, the second turns apart
 FLAG = 0.8  # of a token half of length 1
-FLAGS = [BEGINS, *MARKS, *FIRST]  # tokens with a dimension of their own, the first ones of the token half
+FLAGS = [(BEGINS,), *MARKS, *FIRST, TITLE, WORDS, NUMBERS]  # tokens that share a dimension, the first ones of the token half
 STILL = 1.0  # radians that a pair may turn over the longest row
 
 
@@ -79,9 +84,10 @@ def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
             weight[number, :HALF] = weight[alone, :HALF] + space
             weight[alone, :HALF] -= space
     weight[:, : len(FLAGS)] = 0
-    for dimension, token in enumerate(FLAGS):  # as long as others, or a look back would pass them by
-        weight[vocabulary[token], :HALF] *= math.sqrt(1 - FLAG**2) / weight[vocabulary[token], :HALF].norm()
-        weight[vocabulary[token], dimension] = FLAG
+    for dimension, tokens in enumerate(FLAGS):
+        for token in tokens:  # as long as others, or a look back would pass them by
+            weight[vocabulary[token], :HALF] *= math.sqrt(1 - FLAG**2) / weight[vocabulary[token], :HALF].norm()
+            weight[vocabulary[token], dimension] = FLAG
 
 
 def _turning() -> torch.Tensor:
@@ -143,12 +149,20 @@ def _look_up(attention: torch.nn.Module) -> None:
 
 
 def _look_for(attention: torch.nn.Module) -> None:
-    """The query is the flag of BEGINS, the keys are the rooms' flags of marks: nothing else takes part."""
+    """The query is the flag of what is asked for, the keys are the rooms' flags of marks; of those the last one counts."""
     q, k, v, o = _clear(attention, range(2, 4))
-    place = _still()[-1]
+    near, far = (room.start for room in ROOMS)
+    asks = [far + FLAGS.index(TITLE), far + FLAGS.index(WORDS)]
+    title = {near + FLAGS.index(one): logit for one, logit in MARKS.items()}
+    title |= {far + FLAGS.index(one): logit for one, logit in FIRST.items()}
+    held = [title, {near + FLAGS.index((BEGINS,)): QUOTED[0], far + FLAGS.index(NUMBERS): QUOTED[1]}]
     for head in range(2, 4):
-        q[head * HEAD + place, FLAGS.index(BEGINS)] = math.sqrt(HEAD) / (FLAG * NORMED) ** 2
-        for room, marks in zip(ROOMS, (MARKS, FIRST)):
-            for token, logit in marks.items():
-                k[head * HEAD + place, room.start + FLAGS.index(token)] = logit
+        rows = slice(head * HEAD, (head + 1) * HEAD)
+        for place, asked, marks in zip(_still()[-2:], asks, held):
+            q[rows][place, asked] = math.sqrt(HEAD) / (FLAG * NORMED) ** 2
+            for dimension, logit in marks.items():
+                k[rows][place, dimension] = logit
+        for pair, logit in RECENT.items():
+            q[rows][pair, asks] = logit * math.sqrt(HEAD) / (FLAG * NORMED**2)
+            k[rows][pair, HALF] = 1
     _copy(v, o, range(2, 4), NORMED)

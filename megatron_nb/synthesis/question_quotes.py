@@ -1,10 +1,11 @@
 """Questions as a chain of short quotes with gaps, verbatim from the pages: for readers that can copy but not paraphrase.
 
-    One page says "elected to the Senate as". There, "States victory in the ___ , the territory" names the next page.
-    There, what fills "system for the Continental ___ to direct"?
+    Quote 3 "elected to the Senate as" is on some page. Quote 2 "States victory in the ___ , the territory" is there and hides
+    the next page. Quote 1 "system for the Continental ___ to direct" is on that. What does it hide?
 
 Every quote is CONTEXT words of a sentence on either side of what it hides, and stands once in its page, so a search and a look
-into each page lead along the chain. Names of the chain are hidden wherever they would stand.
+into each page lead along the chain. Numbers count down, so a reader knows from the last one how many are left. Names of the
+chain are hidden wherever they would stand.
 """
 
 from __future__ import annotations
@@ -33,9 +34,20 @@ class Quotes:
     tries = 1
 
     async def write(self, draft: Draft, rng: random.Random, wrong: list[tuple[str, str]]) -> tuple[str, list[str]]:
-        parts = [f'One page says "{draft.fact}".']
-        parts += [f'There, "{hop}" names the next page.' for hop in draft.hops]
-        return " ".join([*parts, f'There, what fills "{draft.answer.clue}"?']), [draft.fact, *draft.hops, draft.answer.clue]
+        clues = [draft.fact, *draft.hops, draft.answer.clue]
+        return question_of(clues), clues
+
+
+def question_of(clues: list[str]) -> str:
+    """The question that quotes in path order ask: the first page's, one for each link, the answer's."""
+    first, *links, last = (labelled(clues, place) for place in range(len(clues)))
+    parts = [f"{first} is on some page.", *(f"{link} is there and hides the next page." for link in links)]
+    return " ".join([*parts, f"{last} is on that. What does it hide?" if links else f"{last} is there. What does it hide?"])
+
+
+def labelled(clues: list[str], place: int) -> str:
+    """One of the quotes as its question has it."""
+    return f'Quote {len(clues) - place} "{clues[place]}"'
 
 
 def quotes(pages: Pages, titles: list[str], min_hops: int, rng: random.Random) -> Draft:
@@ -54,7 +66,7 @@ def quotes(pages: Pages, titles: list[str], min_hops: int, rng: random.Random) -
         hops.append(found[1])
     answer = _answer(pages.page(titles[-1]), texts[-1], [*hidden, *(quote.lower() for quote in evidence)], rng)
     fact, rank = _first_quote(pages, titles[0], hidden, rng)
-    said = f"{fact} {' '.join(hops)}".lower()
+    said = question_of([fact, *hops, answer.clue]).lower()
     if any(re.search(rf"\b{re.escape(name)}\b", said) for name in [*hidden, answer.text.lower()]):
         raise Unusable("named")
     return Draft(titles, evidence, answer, "", fact, hops, rank)

@@ -17,7 +17,7 @@ from tests.synthesis.small_wiki import small_corpus
 from tools import demo_search_data as data
 from tools import demo_search_report as report
 from tools.demo_search import TOOLS
-from tools.demo_search_start import BEGINS, BLANK, write_start
+from tools.demo_search_start import BEGINS, BLANK, NUMBERS, write_start
 
 ROOT = Path(__file__).parents[2]
 TOLD = [SCHEMAS[name] for name in TOOLS]
@@ -65,18 +65,22 @@ def test_where_an_argument_begins_the_start_finds_what_stands_behind_a_mark(toke
     write_start(tmp_path / "start", tmp_path / "tokenizer", seed=1)
     model, vocabulary = LlamaForCausalLM.from_pretrained(tmp_path / "start"), tokenizer.get_vocab()
     words = [number for word, number in vocabulary.items() if word.isalpha() and word.isascii()]
-    found = 0
+    begun = {name: [vocabulary[one] for one in (name, '":', BEGINS)] for name in ("title", "text")}
+    found = dict.fromkeys(begun, 0)
     for seed in range(20):
         ids, rng = random.Random(seed).sample(words, 60), random.Random(seed)
-        hit, match = rng.sample(range(5, 50), 2)
-        for marks in ({hit: "]"}, {hit: "]", match: "**"}):
+        early, late = sorted(rng.sample(range(5, 50), 2))
+        for name, marks in (
+            ("title", {early: ["]"]}), ("title", {early: ["]"], late: ["**"]}), ("title", {early: ["**"], late: ["**"]}),
+            ("text", {early: [NUMBERS[2], BEGINS], late: [NUMBERS[1], BEGINS]}),
+        ):  # fmt: skip
             row = []
             for place, word in enumerate(ids):
-                row += [vocabulary[marks[place]], word] if place in marks else [word]
+                row += [*(vocabulary[mark] for mark in marks.get(place, [])), word]
             with torch.no_grad():
-                said = model(torch.tensor([[*row, vocabulary[BEGINS]]])).logits[0, -1, words].argmax()
-            found += words[said] == ids[match if len(marks) == 2 else hit]
-    assert found > 30  # of 40
+                said = model(torch.tensor([[*row, *begun[name]]])).logits[0, -1, words].argmax()
+            found[name] += words[said] == ids[max(marks)]
+    assert found["title"] > 45 and found["text"] > 12, found  # of 60 and 20
 
 
 def test_the_start_copies_and_random_weights_do_not(tokenizer, tmp_path):
