@@ -90,6 +90,9 @@ class UserSimulator(Task):
         self._user, self._stage = Client(self.config.user), Stage()
 
     def check(self) -> None:
+        """Raises ValueError for a class that cannot be had, and BadRow."""
+        if not self.config.user_temperature:
+            super().check()
         for place in self.config.classes.values():
             class_at(place)
         self.items()
@@ -114,7 +117,7 @@ class UserSimulator(Task):
         ended = await self._converse(visit, item)
         parts, wrong = await self._verdict(visit, gold)
         score = float(ended == "done" and not wrong)
-        reason = wrong or ("" if ended == "done" else f"not over after {self.config.steps} steps")
+        reason = wrong if ended == "done" else f"not over after {self.config.steps} steps"
         parts |= {"user_turns": float(sum(one["role"] == "assistant" for one in visit.said))}
         status = "" if ended == "done" else ended
         return visit.talk.outcome(score, status, parts=parts, reason=reason, messages=visit.messages)
