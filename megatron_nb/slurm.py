@@ -236,8 +236,10 @@ def _after(job_ids: list[str]) -> list[str]:
 
 
 def _setup(site: Site) -> list[str]:
-    here = [] if site.container.image else [f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH"]
-    return site.setup or here
+    """How a node comes to its Python: in a container this project's folder, which is mounted; else this environment."""
+    if site.container.image:
+        return [f"export PYTHONPATH={shlex.quote(f'{PROJECT}:{PROJECT}/kernels')}${{PYTHONPATH:+:$PYTHONPATH}}", *site.setup]
+    return site.setup or [f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH"]
 
 
 def _container(container: Container) -> str:

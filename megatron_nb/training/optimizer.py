@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_nb.model.sharding import named_parameters
-from megatron_nb.parallel.topology import ON_CPU  # installs the CPU layer before core is used
+from megatron_nb.parallel import topology  # noqa: F401  installs the CPU layer before core is used
 from megatron_nb.training.traps import refuse_traps
 
 # isort: split
@@ -312,4 +312,4 @@ def describe(config: OptimizerConfig) -> str:
     """What the dry run shows: the class that will really be used."""
     adam = adam_class(config.backend)
     fused = " (fused)" if config.backend == "torch" else ""
-    return f"{adam.__module__}.{adam.__qualname__}{fused} on {'cpu' if ON_CPU else 'cuda'}"
+    return f"{adam.__module__}.{adam.__qualname__}{fused}"

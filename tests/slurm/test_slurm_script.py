@@ -9,7 +9,7 @@ import pytest
 from megatron_nb import sft
 from megatron_nb.config import ConfigError, compose
 from megatron_nb.launch import slurm_job
-from megatron_nb.slurm import Job, Site, SlurmConfig
+from megatron_nb.slurm import PROJECT, Job, Site, SlurmConfig
 
 SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.sources.a.path=rows.jsonl", "launch=slurm"]
 
@@ -53,6 +53,7 @@ def test_a_container_stands_on_srun_with_its_mounts_in_one_list(tmp_path):
     assert "--container-image=nb.sqsh" in words and "--no-container-mount-home" in words
     mounts = next(word for word in words if word.startswith("--container-mounts=")).partition("=")[2].split(",")
     assert mounts[-2:] == ["/a:/a", "/b:/c"] and len(mounts) >= 3  # the project's own folder comes with them
+    assert f"export PYTHONPATH={PROJECT}:{PROJECT}/kernels" in text  # and is what the ranks import
 
 
 def test_environment_values_are_quoted(tmp_path):
