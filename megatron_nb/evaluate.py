@@ -46,7 +46,7 @@ class EvaluateConfig:
     tasks: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> kind and settings, see evals/README.md
     only: list[str] | None = None  # of the tasks; null: all
     data_dir: str = "."  # where the files of tasks=recipe lie
-    # items that training has seen, for figures without them: a file {"task": [ids]}, or a run or cascade, whose rows are searched
+    # items that training has seen, for figures without them: a file {"task": [ids]}; or a run or cascade: its rows are searched
     exclude: str | None = None
     name: str | None = None  # run folder runs_dir/name; null: derived from the configuration
     runs_dir: str = "runs"
@@ -132,7 +132,6 @@ def evaluate(run: Run, config: EvaluateConfig, place: Topology, tasks: list[Task
         results = {task.name: measure(task, outcomes[task.name], excluded.get(task.name, set()), prices) for task in tasks}
         finish(run, config, tasks, results)
     attempts.close()
-    dist.barrier()
 
 
 async def _ready(tasks: list[Task]) -> None:
