@@ -20,27 +20,32 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.run import write_atomic
 from megatron_nb.training.metrics import duration
-from tools.report_read import RunRead, stages_of
-from tools.report_stage import section_of
-from tools.report_tables import evaluations, ledger_rows, overlaps
+from tools.report_read import RunRead, read_json, stages_of
+from tools.report_stage import cut, section_of
+from tools.report_tables import evaluations, flips, ledger_rows
 
+FLIPS = 3  # items of evaluations that rose, and as many that fell
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 def page(folder: Path) -> str:
     """The page's HTML. ValueError when the folder holds no run."""
     runs = stages_of(folder)
-    sections = []
-    for number, run in enumerate(runs):
-        if run.config or run.results:
-            sections.append(section_of(run, runs[:number]))
+    sections = [
+        section_of(run, runs[:number])
+        for number, run in enumerate(runs)
+        if run.config and (run.evaluates is None or run.status.reason)  # other evaluations are columns of the table
+    ]
+    base = (read_json(folder / "ledger.json") or {}).get("base_evaluation")
+    stages, found = [run for run in runs if run.evaluates is None], evaluations(runs, base)
     loader = jinja2.FileSystemLoader(TEMPLATE.parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.get_template(TEMPLATE.name).render(
-        name=folder.resolve().name, made=datetime.now().strftime("%Y-%m-%d %H:%M"), whole=of_all(runs), cascade=len(runs) > 1,
-        ledger=ledger_rows(runs), evaluations=evaluations(runs), overlaps=overlaps(folder), sections=sections,
+        name=folder.resolve().name, made=datetime.now().strftime("%Y-%m-%d %H:%M"), whole=of_all(stages), cascade=len(runs) > 1,
+        ledger=ledger_rows(stages, found), evaluations=found, flips=flips(runs, FLIPS), overlaps=read_json(folder / "overlap_report.json"),
+        sections=sections, cut=cut,
     )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ class RunRead:
     folder: Path
     status: Status
     ledger: dict[str, Any] = field(default_factory=dict)  # its entry in the cascade's ledger
+    start_from: str | None = None  # the stage whose checkpoint it started from
+    evaluates: str | None = None  # an evaluation of a chain: the stage whose checkpoint it asks, "" for the model before all
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -194,18 +196,23 @@ def stages_of(folder: Path) -> list[RunRead]:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a run or of a cascade, such as runs/NAME")
-    chain, ledger = read_json(folder / "chain.json"), read_json(folder / "ledger.json") or {}
+    chain, ledger = read_json(folder / "chain.json") or {}, read_json(folder / "ledger.json") or {}
+    links = {link["name"]: link for link in chain.get("links", [])}
     if chain:
         names = chain["stages"]
     elif is_run(folder):
         return [RunRead(folder.resolve().name, folder, status_of(folder, folder.resolve().name, 12))]
     else:
-        below = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
+        below = [path for path in folder.iterdir() if is_run(path) and ".before-" not in path.name]
         names = [path.name for path in sorted(below, key=began)]
     if not names:
         raise ValueError(f"{folder} holds no run (no config.yaml), no chain.json and no run below it: give runs/NAME")
     told = {stage["name"]: stage for stage in ledger.get("stages", [])}
-    return [RunRead(n, folder / n, status_of(folder / n, n, 12), told.get(n, {})) for n in names]
+    return [
+        RunRead(name, folder / name, status_of(folder / name, name, 12), told.get(name, {}),
+                links.get(name, {}).get("start_from"), links.get(name, {}).get("evaluates"))
+        for name in names
+    ]  # fmt: skip
 
 
 def is_run(folder: Path) -> bool:
@@ -215,6 +222,16 @@ def is_run(folder: Path) -> bool:
 def began(folder: Path) -> float:
     first = sorted(folder.glob("logs/attempt-*/config.yaml"), key=lambda path: path.stat().st_mtime)
     return (first[0] if first else folder / "config.yaml").stat().st_mtime
+
+
+def scores_of(run: RunRead) -> dict[tuple[str, str], tuple[float, str]]:
+    """{(task, item): (mean score of its attempts, the answer of the first)} of an evaluation; invalid attempts left out."""
+    found: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for path in sorted(run.folder.glob("outcomes/*.jsonl")):
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line and (row := json.loads(line))["score"] is not None:
+                found.setdefault((path.stem, row["item"]), []).append((row["score"], row["answer"]))
+    return {key: (sum(score for score, _ in its) / len(its), its[0][1]) for key, its in found.items()}
 
 
 def reasons(episodes: list[Episode]) -> Counter[str]:

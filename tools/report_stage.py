@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def section_of(run: RunRead, before: list[RunRead]) -> Section:
     kind, sides = run.answers()
     section.charts += distributions(kind, sides)
     section.mixture = mixture_of(run)
-    if found := differences(run, before):
+    if found := differences(run, [other for other in before if other.evaluates is None]):
         section.compared = found[0].name
         section.changed = [(key, plain(there), plain(here)) for key, there, here in found[1]]
         section.one_sided = found[2]
@@ -94,7 +95,7 @@ def facts_of(run: RunRead) -> list[tuple[str, str]]:
     seconds = run.ledger.get("seconds") or summary.get("wall_s")
     skipped = sum(row.get("skipped") or 0 for row in run.rows)
     facts = {
-        "state": status.state, "took": duration(seconds) if seconds else "", "starts from": config.get("init_from"),
+        "state": status.state, "took": duration(seconds) if seconds else "", "starts from": start_of(run),
         "seed": config.get("seed"), "attempts": status.attempts if status.attempts > 1 else None,
         "steps": f"{status.step} of {status.num_steps}" if status.step else None,
         "tokens": short(summary["tokens"]) if "tokens" in summary else None,
@@ -108,6 +109,13 @@ def facts_of(run: RunRead) -> list[tuple[str, str]]:
         skip = ("seed", "wall_s", "attempts")
         shown += [(name.replace("_", " "), short(value)) for name, value in summary.items() if name not in skip]
     return shown
+
+
+def start_of(run: RunRead) -> str | None:
+    """init_from, short where it is a run of the same cascade."""
+    start = run.config.get("init_from")
+    beside = f"{run.folder.resolve().parent}/"
+    return start.removeprefix(beside) if isinstance(start, str) else None
 
 
 def described(folder: Path) -> str:
@@ -128,14 +136,15 @@ def described(folder: Path) -> str:
 def charts_of(run: RunRead) -> tuple[list[Markup], list[Markup], list[str]]:
     """(charts by PANELS, one chart for each other metric, metrics that never changed)."""
     keys = [key for key in run.keys if not key.endswith(("_error", "_std")) or f"{key.rpartition('_')[0]}" not in run.keys]
-    charts, shown = [], set()
+    charts, more, unchanged, shown = [], [], [], set()
     for title, pattern in PANELS.items():
         lines = {key: run.series(key) for key in keys if re.fullmatch(pattern, key)}
         errors = {key: run.series(f"{key}_error") for key in lines if f"{key}_error" in run.keys}
         shown |= lines.keys() | {f"{key}_error" for key in errors}
-        if chart := curves(title, lines, errors) if lines else None:
-            charts.append(chart)
-    more, unchanged = [], []
+        if constant(lines.values()):
+            unchanged += [f"{key} {short(line[0][1])}" for key, line in lines.items()]
+        elif list(lines.values()) != [run.series("reward_mean")] or title == "reward":  # a single part is the whole
+            charts += [chart] if (chart := curves(title, lines, errors)) else []
     for key in sorted(set(run.keys) - shown - {"tokens", "step", "time"}):
         values = {value for _, value in run.series(key)}
         if len(values) == 1:
@@ -143,6 +152,11 @@ def charts_of(run: RunRead) -> tuple[list[Markup], list[Markup], list[str]]:
         elif chart := curves(key, {key: run.series(key)}):
             more.append(chart)
     return charts, more, unchanged
+
+
+def constant(lines: Iterable[list[tuple[int, float | None]]]) -> bool:
+    """Whether all of them tell the same number only; True for no line."""
+    return len({value for line in lines for _, value in line}) < 2
 
 
 def distributions(kind: str, sides: dict[int, list[Episode]]) -> list[Markup]:
@@ -182,14 +196,16 @@ def sources_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def samples_of(kind: str, sides: dict[int, list[Episode]]) -> list[Sample]:
-    """Prompts whose reward changed most between the first and the last file, with the best answer of each."""
+    """Prompts whose mean reward changed most between the first and the last file, with the answer nearest to each mean."""
     samples = []
     for change in changed_most(sides, SAMPLES):
         steps = list(sides)
         told = []
-        for step, episode, group in zip(steps, change.best(), (change.before, change.after)):
-            rewards = [one.reward for one in group if one.reward is not None]
-            mean = f"mean reward {short(sum(rewards) / len(rewards))} of {len(group)}"
+        for step, group in zip(steps, (change.before, change.after)):
+            valid = [one for one in group if one.reward is not None]
+            reward = sum(one.reward for one in valid) / len(valid)
+            episode = min(valid, key=lambda one: abs(one.reward - reward))  # a typical one, not the best
+            mean = f"mean reward {short(reward)} of {len(group)}"
             told.append((f"step {step}", f"{mean}; shown: {short(episode.reward)}, {episode.length} tokens", cut(episode.text)))
         samples.append(Sample(cut(question_of(change.before[0])), told))
     return samples
@@ -210,7 +226,7 @@ def cut(text: str) -> str:
 
 
 def plain(value: Any) -> str:
-    return "null" if value is None else visible(str(value))
+    return "null" if value is None else f"{value:.12g}" if isinstance(value, float) else visible(str(value))
 
 
 def markdown(path: Path) -> Markup:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_nb.training.metrics import duration
 from tools.report_charts import short
-from tools.report_read import RunRead, read_json
+from tools.report_read import RunRead, scores_of
 
+BEFORE = "before"  # the column of the model that the chain began with
 # what a stage is known by, the first that it has; an error beside it makes a verdict
 KNOWN_BY = ("heldout_win_rate", "heldout_judge", "heldout_reward", "heldout_accuracy", "heldout_loss", "reward", "loss")
 LOWER = ("loss", "truncat", "repet", "invalid", "error", "flip", "ece", "unparsed", "failed")  # better when lower
@@ -24,6 +24,7 @@ class Cell:
     text: str
     verdict: str = ""
     note: str = ""
+    value: float | None = None
 
 
 def direction(name: str) -> int:
@@ -59,19 +60,22 @@ def gate_cell(run: RunRead) -> Cell:
         return Cell("")
     bound = f"\u2265 {short(gate['at_least'])}" if gate.get("at_least") is not None else f"\u2264 {short(gate.get('at_most'))}"
     said = {True: "passed", False: "NOT PASSED", None: "not asked yet"}[gate.get("passed")]
-    text = f"{gate['metric']} {short(gate.get('value'))} {bound}: {said}"
-    return Cell(text, {True: "better", False: "worse", None: ""}[gate.get("passed")])
+    what = gate["metric"] + (f" \u2212 {gate['minus']}" if gate.get("minus") else "")
+    colour = {True: "better", False: "worse", None: ""}[gate.get("passed")]
+    return Cell(f"{what} {short(gate.get('value'))} {bound}: {said}", colour)
 
 
-def ledger_rows(runs: list[RunRead]) -> list[dict[str, Any]]:
-    """One row a stage."""
+def ledger_rows(runs: list[RunRead], found: Evaluations | None) -> list[dict[str, Any]]:
+    """One row a stage; its state is the folder's, which is newer than the ledger's, but for a gate that is shut."""
     rows = []
     for run in runs:
         seconds = run.ledger.get("seconds") or run.summary.get("wall_s")
         rows.append({
-            "name": run.name, "stage": run.ledger.get("stage", ""), "state": run.ledger.get("state") or run.status.state,
+            "name": run.name, "stage": run.ledger.get("stage", ""),
+            "state": "gate shut" if (run.ledger.get("gate") or {}).get("passed") is False else run.status.state,
             "took": duration(seconds) if seconds else "", "steps": steps_of(run), "tokens": short(run.summary.get("tokens")),
             "headline": headline(run), "gate": gate_cell(run),
+            "changes": found.changes.get(run.name, []) if found else [],
         })  # fmt: skip
     return rows
 
@@ -91,51 +95,73 @@ class Evaluations:
     main: list[tuple[str, str, list[Cell]]]
     rest: list[tuple[str, str, list[Cell]]]
     fell: list[str]  # sentences: what a stage made worse
+    changes: dict[str, list[Cell]]  # stage -> the change of each task's headline
 
 
-def evaluations(runs: list[RunRead]) -> Evaluations | None:
-    """What the ledger's evaluations, or the runs' own results, say; None where there is none."""
-    columns = {run.name: run.ledger.get("evaluation") or run.results for run in runs}
+def evaluations(runs: list[RunRead], base: dict[str, dict[str, float]] | None) -> Evaluations | None:
+    """What the ledger's evaluations, or the runs' own results, say; None where there is none. base: of the model before all."""
+    asked = {run.evaluates: run.results for run in runs if run.evaluates is not None}
+    stages = [run for run in runs if run.evaluates is None]
+    columns = {BEFORE: base or asked.get("") or {}}
+    columns |= {run.name: run.ledger.get("evaluation") or asked.get(run.name) or run.results for run in stages}
     columns = {name: results for name, results in columns.items() if results}
     if not columns:
         return None
-    told = Evaluations(list(columns), [], [], [])
+    names = list(columns)
+    before = [names.index(one) if (one := ancestor(name, stages, names)) in columns else None for name in names]
+    told = Evaluations(names, [], [], [], {})
     for task in dict.fromkeys(task for results in columns.values() for task in results):
         scores = [results.get(task, {}) for results in columns.values()]
-        for metric in dict.fromkeys(name for one in scores for name in one):
-            if metric.endswith(("_low", "_high")):
-                continue
-            bounded = any(f"{metric}_low" in one for one in scores)
-            cells, fell = metric_cells(metric, scores)
-            (told.main if bounded else told.rest).append((task, metric, cells))
-            told.fell += [f"{task}: {metric} fell from {was} to {now} after {told.stages[place]}" for place, was, now in fell]
+        metrics = list(dict.fromkeys(name for one in scores for name in one))
+        for metric in (name for name in metrics if not name.endswith(("_low", "_high"))):
+            cells = metric_cells(metric, scores, before)
+            (told.main if f"{metric}_low" in metrics else told.rest).append((task, metric, cells))
+            told.fell += [
+                f"{task}: {metric} fell from {cells[place].text} ({names[place]}) to {cell.text} by {name}"
+                for name, place, cell in zip(names, before, cells)
+                if cell.verdict == "worse" and not metric.startswith("clean_")
+            ]
+            if metric == metrics[0]:  # the headline
+                for name, place, cell in zip(names, before, cells):
+                    if place is not None and None not in (cell.value, cells[place].value):
+                        by = f"{task} {cell.value - cells[place].value:+.3g}"
+                        told.changes.setdefault(name, []).append(Cell(by, cell.verdict))
     return told
 
 
-def metric_cells(metric: str, scores: list[dict[str, float]]) -> tuple[list[Cell], list[tuple[int, str, str]]]:
-    """(cells, places that are worse than the stage before): a verdict only where the intervals do not overlap."""
-    cells, fell, last = [], [], None
-    for place, one in enumerate(scores):
-        value = one.get(metric)
-        if value is None:
-            cells.append(Cell("-"))
-            continue
-        bounds = (one.get(f"{metric}_low"), one.get(f"{metric}_high"))
-        known = None not in bounds
-        cell = Cell(short(value), note=f"{short(bounds[0])} to {short(bounds[1])}" if known else "")
-        if known and last and None not in last[1]:
-            apart = bounds[0] > last[1][1] or bounds[1] < last[1][0]
-            cell.verdict = verdict(metric, value - last[0], 0.0) if apart else ""
-            if cell.verdict == "worse":
-                fell.append((place, short(last[0]), short(value)))
+def ancestor(name: str, stages: list[RunRead], columns: list[str]) -> str | None:
+    """The evaluated stage that this one goes back to: by its start, or the column before where no start is known."""
+    starts = {run.name: run.start_from for run in stages}
+    if not any(starts.values()):
+        return columns[columns.index(name) - 1] if columns.index(name) else None
+    start = starts.get(name)
+    while start is not None and start not in columns:
+        start = starts.get(start)
+    return start if start is not None else BEFORE if name != BEFORE else None
+
+
+def metric_cells(metric: str, scores: list[dict[str, float]], before: list[int | None]) -> list[Cell]:
+    """A cell for each column; a verdict only where its interval does not overlap with that of the column it goes back to."""
+    cells = []
+    for one, place in zip(scores, before):
+        value, bounds = one.get(metric), (one.get(f"{metric}_low"), one.get(f"{metric}_high"))
+        note = f"{short(bounds[0])} to {short(bounds[1])}" if None not in bounds else ""
+        cell = Cell(short(value), note=note, value=value)
+        was = scores[place] if place is not None else {}
+        low, high = was.get(f"{metric}_low"), was.get(f"{metric}_high")
+        if None not in (*bounds, low, high) and (bounds[0] > high or bounds[1] < low):
+            cell.verdict = verdict(metric, value - was[metric], 0.0)
         cells.append(cell)
-        last = (value, bounds)
-    return cells, fell
+    return cells
 
 
-def overlaps(folder: Path) -> dict[str, Any] | None:
-    """What tools/overlap.py wrote: tasks with their counts, and pairs; None before it ran."""
-    report = read_json(folder / "overlap_report.json")
-    if report is None and (excluded := read_json(folder / "overlap.json")) is not None:
-        report = {"tasks": {task: {"excluded": len(items)} for task, items in excluded.items()}, "pairs": []}
-    return report
+def flips(runs: list[RunRead], count: int) -> list[tuple[str, list[tuple[str, float, str]]]]:
+    """Items whose score changed most from the first evaluation to the last: (what, [(stage, score, answer)])."""
+    asked = [run for run in runs if run.results]
+    if len(asked) < 2:
+        return []
+    sides = [(run.name if run.evaluates is None else run.evaluates or BEFORE, scores_of(run)) for run in (asked[0], asked[-1])]
+    (first, then), (last, now) = sides
+    by = sorted((now[key][0] - then[key][0], key) for key in then.keys() & now.keys() if now[key][0] != then[key][0])
+    chosen = [key for change, key in by[::-1] if change > 0][:count] + [key for change, key in by if change < 0][:count]
+    return [(" ".join(key), [(first, *then[key]), (last, *now[key])]) for key in chosen]
