@@ -46,7 +46,7 @@ def test_encrypted_files_give_questions_in_the_clear(tmp_path, form):
     file = tmp_path / "hidden.csv"
     question, answer = "Which river,\nof two?", "the Loire"
     hidden = [encrypt(text, canary, form) for text in (question, answer)]
-    file.write_text(f'\ufeffid,{name},answer,canary\n1,{hidden[0]},{hidden[1]},"{canary}"\n')
+    file.write_text(f"\ufeffid,{name},answer,canary\n1,{hidden[0]},{hidden[1]},\"{canary}\"\n")
     (item,) = read_questions(str(file), form)
     assert item.gold["question"] == question and item.gold["answer"] == [answer] and item.id == "1"
     assert question not in file.read_text()
@@ -54,7 +54,7 @@ def test_encrypted_files_give_questions_in_the_clear(tmp_path, form):
 
 def test_gaia_questions_with_a_file_are_left_out(tmp_path):
     rows = [{"task_id": "a", "Question": "How many?", "Final answer": "3", "Level": 1, "file_name": ""},
-            {"task_id": "b", "Question": "See the picture.", "Final answer": "4", "Level": 2, "file_name": "b.png"}]  # fmt: skip
+            {"task_id": "b", "Question": "See the picture.", "Final answer": "4", "file_name": "b.png"}]  # fmt: skip
     (item,) = read_questions(write(tmp_path / "metadata.jsonl", rows), "gaia")
     assert (item.id, item.gold["answer"], item.gold["level"]) == ("a", ["3"], "1")
 
