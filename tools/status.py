@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_nb import slurm
+from megatron_nb import addresses, slurm
 from megatron_nb.training.checkpoint_folder import newest_complete
 
 RECENT = 20  # steps that the rate is taken over
@@ -97,9 +97,13 @@ def status_of(folder: Path, name: str, log_lines: int) -> Status:
 
 
 def services_of(folder: Path) -> list[str]:
-    """A line for each engine, judge or search beside the run."""
-    told = [json.loads(path.read_text()) | {"name": path.stem} for path in sorted(folder.glob("services/*.json"))]
-    return [f"{one['name']} at {one.get('url')} on {one.get('node')}, {one.get('restarts', 0)} restarts" for one in told]
+    """A line for each server beside the run."""
+    told = addresses.records(folder / "services")
+    return [
+        f"{one['name']}-{one['replica']} is {one['state']}{', ' + one['said'] if one.get('said') else ''}: {one['url']} on "
+        f"{one['node']}, started again {one['restarts']} times"
+        for one in told
+    ]
 
 
 def why_it_waits(job: str) -> str:

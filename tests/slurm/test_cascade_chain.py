@@ -108,3 +108,18 @@ def test_the_status_of_a_chain_has_a_line_for_every_stage_and_the_reason_of_a_fa
     one, two, three = json.loads(done.stdout)
     assert (one["state"], two["state"], three["state"]) == ("done", "stopped", "not started")
     assert two["step"] == 3 and two["last"] == {"loss": 1.5} and "no such file rows.jsonl" in two["reason"]
+
+
+def test_the_status_of_a_run_tells_of_its_servers_and_of_the_reason_that_its_job_left(tmp_path):
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    for folder in ("services", "slurm"):
+        (tmp_path / folder).mkdir()
+    record = {"name": "engine", "replica": 0, "url": "http://n2:8000", "state": "down", "said": "exit 1", "node": "n2",
+              "restarts": 2, "start": "1.0"}  # fmt: skip
+    (tmp_path / "services" / "engine-0.json").write_text(json.dumps(record))
+    (tmp_path / "slurm" / "job.json").write_text('{"id": "7"}')
+    (tmp_path / "slurm" / "stopped-7.txt").write_text("data.sources.a.path=gone.jsonl is no file\n")
+    done = subprocess.run([sys.executable, "tools/status.py", str(tmp_path), "--json"], capture_output=True, text=True)
+    (one,) = json.loads(done.stdout)
+    assert done.returncode == 1 and one["reason"] == "data.sources.a.path=gone.jsonl is no file"
+    assert one["services"] == ["engine-0 is down, exit 1: http://n2:8000 on n2, started again 2 times"]
