@@ -88,13 +88,13 @@ class Cluster:
     def state(self, job_id: str) -> str:
         return self.slurm_says("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T").strip()
 
-    def until(self, what: str, true, seconds: float = 240) -> None:
+    def until(self, what: str, true, seconds: float = 800) -> None:
         end = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < end, f"{what} did not come to pass in {seconds:g} s\n{self.logs()}"
             time.sleep(0.2)
 
-    def ended(self, job_id: str, state: str = "COMPLETED", seconds: float = 240) -> None:
+    def ended(self, job_id: str, state: str = "COMPLETED", seconds: float = 800) -> None:
         """Wait for the job's end, which must be `state`."""
         self.until(f"the end of job {job_id}", lambda: self.state(job_id) in ENDED, seconds)
         assert self.state(job_id) == state, self.logs()
@@ -154,4 +154,4 @@ def why_not() -> str | None:
     return None if shutil.which("pgrep") and os.geteuid() == 0 else "needs pgrep"
 
 
-needs_slurm = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+needs_slurm = [pytest.mark.slurm, pytest.mark.timeout(1800), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]

@@ -42,7 +42,7 @@ def test_a_sweep_is_an_array_with_a_limit_and_a_point_that_fails_stops_no_other(
         running.append(states.count("RUNNING"))
         return len(states) == 6 and not set(states) - {"COMPLETED", "FAILED"}
 
-    cluster.until("the end of the sweep", over, 600)
+    cluster.until("the end of the sweep", over)
     assert max(running) == 2
     root = cluster.folder / "runs" / "sweep"
     cluster.run("tools/sweep.py", str(root))
@@ -78,21 +78,21 @@ def test_a_chain_survives_preemption_and_a_lost_node_with_the_weights_of_an_undi
         jobs[name] = dict(re.findall(r"(\w+) is job (\d+)", said))
         assert list(jobs[name]) == ["one", "two", "three"]
         if name == "calm":
-            cluster.ended(jobs[name]["three"], seconds=400)
+            cluster.ended(jobs[name]["three"])
             assert "is job" not in cluster.main(*chain_words(cluster, name), main=cascade.main)  # all is done
     storm = jobs["storm"]
-    cluster.until("step 3 of the second stage", lambda: cluster.steps("storm/two") >= 3, 400)
+    cluster.until("step 3 of the second stage", lambda: cluster.steps("storm/two") >= 3)
     urgent = cluster.slurm_says(
         "sbatch", "--parsable", "-p", "urgent", "-N4", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5"
     ).strip()
     cluster.until("the preemption", lambda: cluster.state(storm["two"]) != "RUNNING", 60)
     cluster.ended(urgent)
-    cluster.until("step 3 of the last stage", lambda: cluster.steps("storm/three") >= 3, 400)
+    cluster.until("step 3 of the last stage", lambda: cluster.steps("storm/three") >= 3)
     node = cluster.slurm_says("squeue", "-h", "-j", storm["three"], "-o", "%B").strip()
     cluster.slurm.kill_node(node)
     cluster.until("the requeue", lambda: cluster.state(storm["three"]) != "RUNNING", 120)
     cluster.slurm.start_node(node)
-    cluster.ended(storm["three"], seconds=400)
+    cluster.ended(storm["three"])
     for stage in ("one", "two", "three"):
         assert cluster.losses(f"storm/{stage}") == cluster.losses(f"calm/{stage}")
     storms, calms = cluster.weights("storm/three"), cluster.weights("calm/three")
