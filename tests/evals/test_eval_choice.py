@@ -51,9 +51,10 @@ def test_rows_of_another_form_are_refused_with_their_place(row):
 @pytest.mark.parametrize(
     ("text", "letter"),
     [
-        ("Answer: C", "C"), ("The answer is (B).", "B"), ("**Answer:** D", "D"),
-        ("answer is B, because option C is wrong.", "B"), (r"Therefore \boxed{C}.", "C"), (r"\boxed{\text{B}}", "B"), ("Option A is wrong.\n\nC", "C"),
-        ("I choose option D", "D"), ("Answer: A. No, wait.\nAnswer: B", "B"), ("The answer is a hard one.", ""), ("Answer: E", ""), ("blue", "C"), ("", ""), ("It must be\n**blue**.", "C"), ("A man walks in.", ""),
+        ("Answer: C", "C"), ("The answer is (B).", "B"), ("**Answer:** D", "D"), ("Answer: A. No, wait.\nAnswer: B", "B"),
+        ("answer is B, because option C is wrong.", "B"), (r"Therefore \boxed{C}.", "C"), (r"\boxed{\text{B}}", "B"),
+        ("Option A is wrong.\n\nC", "C"), ("I choose option D", "D"), ("The answer is a hard one.", ""), ("Answer: E", ""),
+        ("blue", "C"), ("", ""), ("It must be\n**blue**.", "C"), ("A man walks in.", ""),
     ],
 )  # fmt: skip
 def test_the_letter_is_read_where_the_answer_stands(text, letter):
