@@ -23,6 +23,7 @@ from megatron_nb.training.metrics import duration
 from tools.report_read import RunRead, read_json, stages_of
 from tools.report_stage import cut, section_of
 from tools.report_tables import evaluations, flips, ledger_rows
+from tools.rollouts_read import visible
 
 FLIPS = 3  # items of evaluations that rose, and as many that fell
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -40,12 +41,13 @@ def page(folder: Path) -> str:
     stages, found = [run for run in runs if run.evaluates is None], evaluations(runs, base)
     loader = jinja2.FileSystemLoader(TEMPLATE.parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )  # fmt: skip
     return environment.get_template(TEMPLATE.name).render(
         name=folder.resolve().name, made=datetime.now().strftime("%Y-%m-%d %H:%M"), whole=of_all(stages), cascade=len(runs) > 1,
-        ledger=ledger_rows(stages, found), evaluations=found, flips=flips(runs, FLIPS), overlaps=read_json(folder / "overlap_report.json"),
-        sections=sections, cut=cut,
+        ledger=ledger_rows(stages, found), evaluations=found, flips=flips(runs, FLIPS), sections=sections, cut=cut,
+        overlaps=read_json(folder / "overlap_report.json"),
     )  # fmt: skip
 
 
