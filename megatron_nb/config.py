@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,8 @@ def sweep_point() -> list[str] | None:
 
 def schema_in(stage: str) -> str | None:
     """The schema that a stage file of this project begins with."""
-    return _schemas(_folders(None)).get(stage)
+    file = STAGES / f"{stage}.yaml"
+    return ((yaml.safe_load(file.read_text()) or {}).get("defaults") or [None])[0] if file.is_file() else None
 
 
 def is_group(key: str) -> bool:
@@ -199,7 +200,7 @@ def _check(line: str, schema: type, folders: list[Path]) -> str:
     group = "/" in key or any((folder / key).is_dir() for folder in folders)
     if group or key.split(".")[0] == "hydra":
         return line
-    require_key(schema, key.split("."), groups=_groups(folders))
+    require_key(schema, key.split("."), groups=_group_names(folders))
     return line if override.is_delete() else "++" + line.lstrip("+")
 
 
@@ -215,6 +216,11 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
     """Group -> its options."""
     options = sorted(path for folder in folders for path in folder.glob("*/*.yaml"))
     return {path.parent.name: [o.stem for o in options if o.parent.name == path.parent.name] for path in options}
+
+
+def _group_names(folders: list[Path]) -> Iterator[str]:
+    """Listed only when asked for: hundreds of words are checked when a chain is composed."""
+    yield from _groups(folders)
 
 
 def _help(main: Callable, stage: str | None, folders: list[Path]) -> str:
