@@ -61,7 +61,7 @@ def count_sentences(text: str) -> int:
         word = said[-1].lower().strip("\"'(*_[") if said else ""
         inside = end[0].startswith(".") and after and (
             word in ABBREVIATED or (len(word) == 1 and word.isalpha()) or (word.isdigit() and len(said) == 1)
-            or (after[0].islower() and len(end[0]) == 1)
+            or after[0].islower()
         )  # fmt: skip
         if said and not inside:
             count, begin = count + 1, end.end()
