@@ -15,12 +15,13 @@ from typing import Any
 
 FOLDER, START, TOKEN = "NB_SERVICES", "NB_SERVICES_START", "NB_SERVICES_TOKEN"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+ADDRESS = re.compile(rf"service:({NAME.pattern})(?:/(\d+))?")
 
 
 def name_in(url: str) -> str | None:
-    """NAME of `service:NAME`; None for another address."""
-    name = url.removeprefix("service:")
-    return name if url.startswith("service:") and NAME.fullmatch(name) else None
+    """NAME of `service:NAME` or `service:NAME/K`; None for another address."""
+    found = ADDRESS.fullmatch(url)
+    return found and found[1]
 
 
 def is_address(url: str) -> bool:
@@ -41,29 +42,34 @@ def records(folder: Path, start: str | None = None) -> list[dict[str, Any]]:
     return sorted(found, key=lambda record: (record["name"], record["replica"]))
 
 
-def urls_of(url: str) -> list[str]:
-    """The addresses of all replicas of `service:NAME`; any other address as it is. ValueError when this job has no such one."""
-    name = name_in(url)
-    if name is None:
-        return [url]
+def replicas_of(name: str) -> dict[int, str]:
+    """Replica -> address of a service of this job. ValueError when there is none."""
     if FOLDER not in os.environ:
-        raise ValueError(f"{url} is a server that a job starts, and none was started here: see launch.services")
+        raise ValueError(f"service:{name} is a server that a job starts, and none was started here: see launch.services")
     folder = Path(os.environ[FOLDER])
-    found = [record["url"] for record in records(folder, os.environ[START]) if record["name"] == name]
+    found = {record["replica"]: record["url"] for record in records(folder, os.environ[START]) if record["name"] == name}
     if not found:
-        raise ValueError(f"{url}: {folder} tells of no such server: name it in launch.services")
+        raise ValueError(f"service:{name}: {folder} tells of no such server: name it in launch.services")
     return found
 
 
 def expanded(urls: Iterable[str]) -> list[str]:
-    """Every replica of every address, where they are known already."""
-    return [one for url in urls for one in (urls_of(url) if FOLDER in os.environ else [url])]
+    """With `service:NAME/K` for every replica K in place of `service:NAME`, where they are known already."""
+    found = []
+    for url in urls:
+        name = name_in(url) if FOLDER in os.environ else None
+        found += [f"service:{name}/{replica}" for replica in replicas_of(name)] if name else [url]
+    return found
 
 
 def url_of(url: str) -> str:
-    """One address: of several replicas, ranks take turns."""
-    urls = urls_of(url)
-    return urls[int(os.environ.get("RANK", "0")) % len(urls)]
+    """An address that HTTP knows. Of several replicas, where none is named, ranks take turns."""
+    found = ADDRESS.fullmatch(url)
+    if found is None:
+        return url
+    replicas = replicas_of(found[1])
+    turn = sorted(replicas)[int(os.environ.get("RANK", "0")) % len(replicas)]
+    return replicas[int(found[2]) if found[2] else turn]
 
 
 def token_for(url: str, variable: str | None) -> str | None:

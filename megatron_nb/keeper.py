@@ -25,7 +25,7 @@ from megatron_nb.addresses import START
 from megatron_nb.client import Client, ClientConfig, RequestFailed
 from megatron_nb.run import write_atomic
 from megatron_nb.schema import build
-from megatron_nb.services import ADDRESSES, PLAN, ServiceConfig, dies_with_parent, log_of
+from megatron_nb.services import ADDRESSES, FILLED, PLACE, PLAN, ServiceConfig, dies_with_parent, log_of
 
 LOOK_S = 0.5  # between two looks whether a server lives
 HEALTH_S = 5.0  # between two questions for its health, once it is up
@@ -73,8 +73,9 @@ class Keeper:
             self.port = _free_port()
         address = _address()
         host = "127.0.0.1" if address == "127.0.0.1" else "0.0.0.0"
-        filled = {"{host}": host, "{port}": str(self.port), "{run}": str(self.run), "{replica}": str(self.replica)}
+        own = dict(zip(FILLED, map(str, (host, self.port, self.run, self.replica)), strict=True))
         self.url = f"http://{address}:{self.port}"
+        filled = self.config.values | own
         words = [_filled(word, filled) for word in self.config.command]
         words[0] = sys.executable if words[0] == "python" else words[0]
         environment = {name: _filled(str(value), filled) for name, value in self.config.environment.items()}
@@ -164,9 +165,7 @@ def _health(url: str, path: str) -> tuple[bool, str]:
 
 
 def _filled(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word
+    return PLACE.sub(lambda place: values[place[1]], word)
 
 
 def _free_port() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -28,19 +29,22 @@ from megatron_nb.schema import ConfigError, flatten, plain
 LOOK_S = 0.5  # between two looks at what the keepers wrote
 TELL_S = 30.0  # between two lines of a job that waits
 PLAN = "plan.json"
+FILLED = ("host", "port", "run", "replica")
+PLACE = re.compile(r"\{([a-z_]+)\}")
 ADDRESSES = "NB_ADDRESSES"  # in a job of Slurm: NODE=ADDRESS of each node
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class ServiceConfig:
-    """One kind of server, and how many of it. In words and values {host}, {port}, {run}, {replica} are filled in."""
+    """One kind of server, and how many of it."""
 
-    command: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)  # {host}, {port}, {run}, {replica} and the names of values are filled in
+    values: dict[str, str] = field(default_factory=dict)
     nodes: int = 0  # of its own, beside launch.slurm.nodes; 0: it shares the job's first node, without GPUs
     per_node: int = 1  # replicas of a node, which share its GPUs evenly
     health: str = "/health"  # answers with 200 when it can be used
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # filled in too
     image: str | None = None  # a container of its own, by enroot/pyxis, with a Python >= 3.12 that has httpx
     start_s: float = 1800.0  # until it is healthy; then it is started anew
     hung_s: float = 300.0  # without an answer; then it is started anew
@@ -49,8 +53,12 @@ class ServiceConfig:
     def __post_init__(self):
         if not self.command:
             raise ValueError("command is empty: give the words that start the server, with {port} where the port belongs")
-        if not any("{port}" in word for word in [*self.command, *map(str, self.environment.values())]):
+        words = [*self.command, *map(str, self.environment.values())]
+        if not any("{port}" in word for word in words):
             raise ValueError(f"command={self.command} has no {{port}}: each server is told a free one")
+        unknown = sorted({name for word in words for name in PLACE.findall(word)} - {*FILLED, *self.values})
+        if unknown:
+            raise ValueError(f"command={self.command}: nothing is known to fill in for {unknown}: name it in values")
         for name, least in (("nodes", 0), ("per_node", 1), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")

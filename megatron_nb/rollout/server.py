@@ -1,16 +1,17 @@
 """Rollouts by vLLM servers over HTTP, token ids in and out. One rank leads: it samples from all servers and sends weights.
 
 Its requests run on an event loop in a thread of their own, so generation goes on while the ranks train. Servers are started
-by tools/serve.sh. No request lives through a weight update: each completion was sampled by the weights of one version.
+by tools/serve.sh. No request lives through a weight update: each completion was sampled by the weights of one version. A
+server that is restarted gets the weights again (server_care.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import aclosing
 from datetime import timedelta
@@ -19,22 +20,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_nb.addresses import expanded
 from megatron_nb.client import Client, ClientConfig, RequestFailed, RequestRefused
 from megatron_nb.model.hf import LiveWeights, WeightSource
 from megatron_nb.parallel.topology import Topology
-from megatron_nb.rollout.engine import Completion, Request, Sampling, Stats, Stop
+from megatron_nb.rollout.engine import Completion, Request, Stats, Stop
 from megatron_nb.rollout.leader import of_leader, raise_on_every_rank
+from megatron_nb.rollout.server_care import Care
 from megatron_nb.rollout.server_config import ServerConfig, body_of, stream_of
-from megatron_nb.rollout.server_weights import Sender
+from megatron_nb.rollout.server_probe import PROMPT, TEMPERATURE, apart, probe_answers
+from megatron_nb.rollout.server_weights import FRESH, Sender
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 Probe = Callable[[list[int], int, float], list[float]]
 
 PATIENCE = timedelta(hours=12)  # for which ranks wait for what the leader runs
 DRAIN_S = 0.5  # for what a paused server still has to say
 REST_S = 60.0  # for which a server that failed gets no new streams while others do
 HOMES = 100_000  # streams whose server is remembered
-PROBE = (48, 16, 0.7)  # tokens of prompt and answer, and temperature, of the check after an update
 
 
 class ServerEngine:
@@ -48,13 +52,14 @@ class ServerEngine:
         self._broken: str | None = "the engine has no weights yet: call load_weights first"
         self._running: dict[str, asyncio.Task] = {}
         self._homes: OrderedDict[str, int] = OrderedDict()  # stream -> server, which holds its prefix in its cache
-        self._busy, self._rest = [0] * len(config.urls), [0.0] * len(config.urls)
+        self.urls = expanded(config.urls)
+        self._busy, self._rest = [0] * len(self.urls), [0.0] * len(self.urls)
         if not self.leads:
             return
         many = {"timeout_s": config.timeout_s, "retries": config.retries, "concurrency": config.concurrency}
         few = {"timeout_s": config.update_timeout_s, "retries": config.retries, "deadline_s": config.update_timeout_s}
-        self.clients = [Client(ClientConfig(url, config.model, **many)) for url in config.urls]
-        self.controls = [Client(ClientConfig(url, config.model, **few)) for url in config.urls]  # never behind requests
+        self.clients = [Client(ClientConfig(url, config.model, **many)) for url in self.urls]
+        self.controls = [Client(ClientConfig(url, config.model, **few)) for url in self.urls]  # never behind requests
         self._loop = asyncio.new_event_loop()
         self._open = asyncio.Event()  # whether requests may go out
         self._thread = threading.Thread(target=self._loop.run_forever, name="server-engine", daemon=True)
@@ -63,6 +68,7 @@ class ServerEngine:
             self.controls, self._begin, transfer=config.transfer, folder=config.folder, backend=config.backend,
             host=config.host, bucket_bytes=config.bucket_mb * 2**20, timeout_s=config.update_timeout_s,
         )  # fmt: skip
+        self.care = Care(self.controls, self.sender, config.away_s)
 
     # ------------------------------------------------------------------ what coroutines call
     async def generate(self, request: Request) -> Completion:
@@ -75,7 +81,7 @@ class ServerEngine:
             self._require_whole()
             if request.request_id in self._running:
                 raise ValueError(f"request {request.request_id!r} is running already: give every request its own id")
-            server, ids, logprobs = self._place(request), [], []
+            server, losses, ids, logprobs = self._place(request), self.care.losses, [], []
             version, task = self.version, asyncio.create_task(self._sample(server, request, ids, logprobs))
             self._running[request.request_id] = task
             self._busy[server] += 1
@@ -97,10 +103,11 @@ class ServerEngine:
             else:
                 self._homes.pop(stream_of(request), None)
                 self._rest[server] = self._loop.time() + REST_S
-                if not ids and all(rest > self._loop.time() for rest in self._rest):
-                    raise error
                 if not ids:
-                    continue  # another server may do
+                    if all(rest > self._loop.time() for rest in self._rest):
+                        await self.care.any_returned(error, losses)
+                        self._rest = [0.0] * len(self.urls)
+                    continue  # another server may do, or this one again
                 stop = Stop.ABORT  # what came stands; the caller goes on from there
             self.stats.prefilled += len(request.ids)
             self.stats.decoded += max(len(ids) - 1, 0)
@@ -127,40 +134,37 @@ class ServerEngine:
         return self._homes[stream]
 
     async def _sample(self, server: int, request: Request, ids: list[int], logprobs: list[float]) -> Stop:
-        """Append what is sampled to `ids` and `logprobs` as it comes."""
+        """Append what is sampled to `ids` and `logprobs` as it comes; nothing stays of what other weights have sampled."""
         body = {**body_of(self.config.model, request), "stream": True}
-        events = self.clients[server].stream("/v1/completions", body, lambda: self._still_holds(server))
-        reason = None
-        async with aclosing(events) as events:
-            async for event in events:
-                for choice in event.get("choices", ()):
-                    new, values = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
-                    if len(new) != len(values) or None in values:
-                        raise ValueError(f"{self.config.urls[server]} gave {len(new)} token ids and {len(values)} log-probs")
-                    ids += new
-                    logprobs += values
-                    reason = choice.get("finish_reason") or reason
+        events = self.clients[server].stream("/v1/completions", body, lambda: self._holds(server))
+        reason = held = None
+        try:
+            async with aclosing(events) as events:
+                async for event in events:
+                    held = held or asyncio.create_task(self._holds(server))
+                    for choice in event.get("choices", ()):
+                        new, values = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+                        if len(new) != len(values) or None in values:
+                            raise ValueError(f"{self.urls[server]} gave {len(new)} token ids and {len(values)} log-probs")
+                        ids += new
+                        logprobs += values
+                        reason = choice.get("finish_reason") or reason
+        finally:
+            if held is not None and not await held:
+                ids.clear(), logprobs.clear()
+        if held is not None and not held.result():
+            raise RequestFailed(f"{self.urls[server]} was restarted while it sampled", self.urls[server])
         if reason == "stop":
             return Stop.EOS
         return Stop.LENGTH if reason == "length" else Stop.ABORT
 
-    async def _still_holds(self, server: int) -> None:
-        """RuntimeError when the server has been restarted: it would answer by other weights than those of self.version."""
+    async def _holds(self, server: int) -> bool:
+        """Whether the server holds the weights of self.version; see Care.holds."""
         try:
-            states = await self._state(server, retries=0)
-        except RequestFailed:
-            return  # still away
-        held = {state["version"] for state in states}
-        if held != {self.version}:
-            self._broken = (
-                f"{self.config.urls[server]} holds weights of version {sorted(held)}, not {self.version}: it was restarted or "
-                "updated by somebody else; load_weights again"
-            )
-            self._require_whole()
-
-    async def _state(self, server: int, **settings: Any) -> list[dict[str, Any]]:
-        call = {"method": "nb_state"}
-        return await self.controls[server].post("/collective_rpc", call, lambda answer: list(answer["results"]), **settings)
+            return await self.care.holds(server)
+        except RuntimeError as error:
+            self._broken = str(error)
+            raise
 
     # ------------------------------------------------------------------ running coroutines
     def run(self, main: Callable[[], Awaitable[T]]) -> T | None:
@@ -185,7 +189,7 @@ class ServerEngine:
     async def _guarded(self, main: Callable[[], Awaitable[T]]) -> T:
         if self._open.is_set():
             self._require_whole()
-            await asyncio.gather(*(self._still_holds(server) for server in range(len(self.clients))))
+            await asyncio.gather(*(self._holds(server) for server in range(len(self.clients))))
         elif self.version < 0:
             self._require_whole()
         return await main()
@@ -201,39 +205,63 @@ class ServerEngine:
     def load_weights(self, source: WeightSource, version: int) -> None:
         """Collective. Running requests end with Stop.ABORT; then all servers take the weights, and are checked.
 
-        Raises what failed, on every rank; `generate` refuses from then on, until an update succeeds.
+        A server that is restarted meanwhile is waited for. Raises what failed, on every rank; `generate` refuses from then on,
+        until an update succeeds.
         """
         tensors, error = iter(()), None
         try:
             if self.topology.data_rank == self.topology.context_rank == 0:  # the copy of the model that rank 0 is part of
                 tensors = _tensors(source)
             if self.leads:
-                self._begin(self._pause(version)).result()
-                self.sender.send(tensors, version)
-                self._begin(self._resume()).result()
+                tensors = self.sender.keep(tensors)
+                self._update(tensors, version)
         except Exception as found:
             error = found
         for _ in tensors:  # the ranks of the copy iterate together, to the end
             pass
+        if error is not None and self.leads:
+            error = self._update_again(error, version)
         try:
             raise_on_every_rank(error, self._world)
             if self.probe is not None and self.config.verify:
                 self._verify()
             self.version, self._broken = version, None
+            if self.leads:
+                self.care.version = version
         finally:
             if self.leads:
+                self.care.mends = True
                 self._loop.call_soon_threadsafe(self._open.set)  # who waits goes on, or meets the refusal
+
+    def _update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._begin(self._pause(version)).result()
+        self.sender.send(tensors, version)
+        self._begin(self._resume()).result()
+
+    def _update_again(self, error: Exception, version: int) -> Exception | None:
+        """Where a server went away in the middle: all of it once more, when it is back. What failed, if anything."""
+        try:
+            if not self._begin(self.care.lost(first=self.version < 0)).result():
+                return error
+            log.warning("a server went away in the middle of an update (%s): waiting for it", error)
+            self._update(self.sender.kept.items(), version)
+        except Exception as found:
+            return found
+        return None
 
     async def _pause(self, version: int) -> None:
         """Nothing is sampled any more; every running request has ended with what it got so far."""
         self._open.clear()
         self._broken = f"the update to weights of version {version} failed, and what the servers hold is not fit for use"
+        await self.care.settled()
+        await self.care.all_there()
         await self._post("/pause", params={"mode": "abort"})
         if running := list(self._running.values()):
             _, left = await asyncio.wait(running, timeout=DRAIN_S)
             for task in left:
                 task.cancel()
             await asyncio.wait(running)
+        self.care.version = FRESH
 
     async def _resume(self) -> None:
         await self._post("/reset_prefix_cache", read=_was_reset)
@@ -246,32 +274,14 @@ class ServerEngine:
         """RuntimeError when a server's log-probs of what it samples are not the trainer's."""
         answers, error = [], None
         try:
-            answers = self._begin(self._samples()).result() if self.leads else []
+            answers = self._begin(probe_answers(self.controls, self.config.model)).result() if self.leads else []
         except Exception as found:
             error = found
         raise_on_every_rank(error, self._world)
-        trainer: dict[tuple[int, ...], list[float]] = {}
-        prompt, _, temperature = PROBE
-        for url, (ids, logprobs) in zip(self.config.urls, of_leader(answers, self._world)):
-            if tuple(ids) not in trainer:
-                trainer[tuple(ids)] = self.probe(ids, prompt, temperature)
-            if self.leads and error is None:
-                apart = torch.tensor(logprobs).sub(torch.tensor(trainer[tuple(ids)])).abs().mean().item()
-                if not apart <= self.config.tolerance:
-                    error = RuntimeError(
-                        f"{url}: log-probs after the update differ from the trainer's by {apart:.3g} on average, "
-                        f"engine.server.tolerance={self.config.tolerance:g}: see that the server's model, dtype and "
-                        "--logprobs-mode processed_logprobs are right"
-                    )
-        raise_on_every_rank(error, self._world)
-
-    async def _samples(self) -> list[tuple[list[int], list[float]]]:
-        """(prompt and answer, log-probs of the answer) of every server."""
-        prompt, answer, temperature = PROBE
-        ids = random.Random(0).choices(range(5, 95), k=prompt)
-        body = body_of(self.config.model, Request("probe", ids, Sampling(answer, temperature), seed=1))
-        choices = await asyncio.gather(*(client.complete(**body) for client in self.controls))
-        return [(ids + choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        answers = of_leader(answers, self._world)
+        different = dict.fromkeys(tuple(ids) for ids, _ in answers)
+        trainer = {ids: self.probe(list(ids), PROMPT, TEMPERATURE) for ids in different}
+        raise_on_every_rank(apart(self.urls, answers, trainer, self.config.tolerance), self._world)
 
     # ------------------------------------------------------------------ the end
     def sleep(self) -> None:

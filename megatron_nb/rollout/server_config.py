@@ -25,6 +25,7 @@ class ServerConfig:
     timeout_s: float = 600.0  # from one piece of an answer to the next; the first waits for a place on the server too
     update_timeout_s: float = 600.0  # of each step of a weight update, retries included
     retries: int = 5  # of a request that fails before its first token
+    away_s: float = 900.0  # for which servers may be gone, all at once or at an update; one that returns gets the weights again
     verify: bool = True  # compare log-probs with the trainer's after each update (when the engine was given a probe)
     tolerance: float = 0.05  # of the mean absolute difference; fp32 on both sides reaches 1e-4
 
@@ -39,6 +40,8 @@ class ServerConfig:
         for name in ("bucket_mb", "concurrency", "timeout_s", "update_timeout_s", "tolerance"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"engine.server.{name}={getattr(self, name)} must be positive")
+        if self.away_s < 0:
+            raise ValueError(f"engine.server.away_s={self.away_s} must not be negative")
 
 
 def stream_of(request: Request) -> str:

@@ -11,19 +11,22 @@ import json
 import logging
 import shutil
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 from safetensors.torch import save_file
 
+from megatron_nb.addresses import url_of
 from megatron_nb.client import Client
 from megatron_nb.rollout.weight_link import Link, Named, buckets, checksum, describe, flat
 
 T = TypeVar("T")
+FRESH = -1  # version of a server that has not been given weights
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,26 @@ class Sender:
         self.clients, self.begin, self.transfer, self.folder = clients, begin, transfer, folder
         self.backend, self.host, self.bucket_bytes, self.timeout_s = backend, host, bucket_bytes, timeout_s
         self.link: Link | None = None
+        self.kept: dict[str, torch.Tensor] = {}  # a copy of what was sent last, for a server that is restarted
+
+    def keep(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """These tensors, copied into this host's memory on the way."""
+        self.kept = {}
+        for name, tensor in tensors:
+            self.kept[name] = torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
+            yield name, tensor
+
+    def send_again(self, server: int, version: int) -> None:
+        """What was sent last, to one server. Raises as `send`."""
+        one = Sender(
+            [self.clients[server]], self.begin, transfer=self.transfer, folder=self.folder, backend=self.backend,
+            host=self.host, bucket_bytes=self.bucket_bytes, timeout_s=self.timeout_s,
+        )  # fmt: skip
+        try:
+            one.send(self.kept.items(), version)
+        finally:
+            one.close()
+            self.close()  # the server that died was a member
 
     def send(self, tensors: Iterable[Named], version: int) -> None:
         """All tensors, to all servers, checked on every worker.
@@ -48,6 +71,8 @@ class Sender:
         try:
             states = self._all("/collective_rpc", {"method": "nb_forget"}, read=lambda answer: answer["results"])
             self._check(states)
+            if any(state["version"] == FRESH for workers in states for state in workers):
+                self.close()  # one was restarted, and is no member of the group any more
             sent = self._by_files(stream, version) if self.transfer == "files" else self._by_group(stream, version, states)
             self._all("/finish_weight_update", {})
         except BaseException:
@@ -102,7 +127,7 @@ class Sender:
     def _join(self, workers: list[int]) -> None:
         """One group: this process is rank 0, then the workers of each server in turn."""
         world = 1 + sum(workers)
-        host = self.host or _own_address(self.clients[0].config.base_url)
+        host = self.host or _own_address(url_of(self.clients[0].config.base_url))
         store, join = Link.opened(host, world, self.backend, self.timeout_s)
         info = {"host": host, "port": store.port, "world": world, "backend": self.backend, "timeout_s": self.timeout_s}
         bodies = [{"init_info": {**info, "first_rank": 1 + sum(workers[:i])}} for i in range(len(workers))]

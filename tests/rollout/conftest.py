@@ -20,8 +20,8 @@ def engine_of(tmp_path):
     made = []
 
     def make(*stubs, probe=None, **settings):
-        settings = {"transfer": "files", "folder": tmp_path / "weights", "retries": 0, "timeout_s": 20.0, **settings}
-        engine = ServerEngine(ServerConfig(urls=[stub.url for stub in stubs], **settings), ALONE, probe)
+        usual = {"transfer": "files", "folder": tmp_path / "weights", "retries": 0, "timeout_s": 20.0, "away_s": 0}
+        engine = ServerEngine(ServerConfig(urls=[stub.url for stub in stubs], **(usual | settings)), ALONE, probe)
         made.append(engine)
         return engine
 

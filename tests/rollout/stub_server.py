@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 class StubServer:
     """See the head of the file."""
 
-    def __init__(self, folder=None, model=None, logprobs_mode="processed_logprobs"):
+    def __init__(self, folder=None, model=None, logprobs_mode="processed_logprobs", host="127.0.0.1", port=0):
         if model is None:
             from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ class StubServer:
         self.epoch = 0  # of aborts: streams of an earlier one end
         self._held, self._hold_after = set(), float("inf")
         self._faults: dict[str, list[Fault | None]] = {}
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"stub": self}))
+        self._http = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"stub": self}))
         self._http.daemon_threads = True
         self._connections: set[socket.socket] = set()
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -64,31 +65,87 @@ def test_streams_leave_a_server_that_died_for_one_that_lives(engine_of):
         assert set(engine._homes.values()) == {1}
 
 
-def test_a_server_that_was_restarted_between_requests_is_noticed(stub, engine_of):
-    engine = engine_of(stub)
+@pytest.mark.parametrize("transfer", ["files", "group"])
+def test_a_server_that_was_restarted_between_requests_gets_the_weights_again(stub, engine_of, transfer):
+    engine = engine_of(stub, transfer=transfer)
     engine.load_weights(Weights(llama(1)), 5)
+    (wanted,) = ask(engine, request())
     stub.restart()
-    with pytest.raises(RuntimeError, match=r"holds weights of version \[-1\], not 5.*restarted"):
-        ask(engine, request())
-    with pytest.raises(RuntimeError, match="restarted"):
-        ask(engine, request())
-    assert stub.count("/v1/completions") == 0
-    engine.load_weights(Weights(llama(1)), 6)
+    assert ask(engine, request()) == [wanted]
+    assert stub.version == 5
+    engine.load_weights(Weights(llama(2)), 6)
     assert ask(engine, request())[0].versions == [6] * 8
 
 
-def test_a_server_that_was_restarted_during_requests_is_noticed(stub, engine_of):
+@pytest.mark.parametrize("died", ["before its first token", "in the middle", "unseen"])
+def test_nothing_that_a_restarted_server_sampled_by_its_first_weights_is_kept(stub, engine_of, died):
     engine = engine_of(stub, retries=3)
     engine.load_weights(Weights(llama(1)), 5)
+    (wanted,) = ask(engine, request())
 
     async def main():
-        stub.fail("/v1/completions", kind="die")
+        if died == "in the middle":
+            stub.hold(after=3)
+            task = asyncio.create_task(engine.generate(request()))
+            await asyncio.to_thread(stub.wait_held, 1)
+            stub.hold(float("inf"))
+        elif died == "before its first token":
+            stub.fail("/v1/completions", kind="die")
         stub.restart()
-        return await engine.generate(request())
+        return await task if died == "in the middle" else await engine.generate(request())
 
-    with pytest.raises(RuntimeError, match="restarted"):
-        engine.run(main)
-    assert stub.count("/v1/completions") == 1
+    done = engine.run(main)
+    if done.stop is Stop.ABORT:
+        assert done.ids == wanted.ids[: len(done.ids)]
+    else:
+        assert done == wanted
+
+
+@pytest.mark.parametrize("at", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
+@pytest.mark.parametrize("transfer", ["files", "group"])
+def test_a_server_that_is_restarted_in_the_middle_of_an_update_gets_all_of_it(stub, engine_of, transfer, at):
+    engine = engine_of(stub, transfer=transfer, update_timeout_s=5.0)
+    engine.load_weights(Weights(llama(1)), 0)
+    kept, calls = getattr(stub, at[1:]), []
+
+    def restarted_once(body, query):
+        calls.append(at)
+        if len(calls) == 1:
+            stub.restart()
+            raise OSError("killed")
+        return kept(body, query)
+
+    setattr(stub, at[1:], restarted_once)
+    model = llama(2)
+    engine.load_weights(Weights(model), 1)
+    (done,) = ask(engine, request())
+    assert done.versions == [1] * 8
+    assert done.logprobs == pytest.approx(logprobs_of(model, PROMPT + done.ids, len(PROMPT), 0.7), abs=1e-4)
+
+
+def test_a_server_that_is_away_for_a_while_costs_no_request(engine_of):
+    with StubServer(model=llama()) as stub:
+        port = int(stub.url.rpartition(":")[2])
+        engine = engine_of(stub, away_s=30.0)
+        engine.load_weights(Weights(llama(1)), 5)
+        (wanted,) = ask(engine, request())
+        stub.stop()
+        again = []
+        threading.Timer(2.0, lambda: again.append(StubServer(model=llama(7), port=port))).start()
+        assert ask(engine, request()) == [wanted]
+        again[0].stop()
+
+
+def test_a_server_that_somebody_else_updates_is_an_error(stub, engine_of):
+    engine = engine_of(stub)
+    engine.load_weights(Weights(llama(1)), 5)
+    stub.version = 9
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"holds weights of version \[9\], not 5.*somebody else"):
+            ask(engine, request())
+    assert stub.count("/v1/completions") == 0
+    engine.load_weights(Weights(llama(1)), 6)
+    assert ask(engine, request())[0].versions == [6] * 8
 
 
 def test_a_server_that_gives_no_logprobs_is_an_error(stub, engine_of):
