@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_nb.give_up import give_up
 from megatron_nb.run import write_atomic
 
 log = logging.getLogger(__name__)
@@ -193,6 +194,7 @@ def main() -> None:
             raise ValueError(f"{root} has no stage {name!r}; it has {', '.join(gates)}")
         check_gate(root, name, gates[name]) if name else None
     except GateShut as shut:
+        give_up(str(shut))  # a job of Slurm is not tried again
         print(f"error: {shut}", file=sys.stderr)
         sys.exit(GATE_EXIT)
     except ValueError as error:

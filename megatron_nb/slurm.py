@@ -112,6 +112,7 @@ class Job:
     points: dict[str, str] = field(default_factory=dict)  # of a sweep: run folder -> configuration, instead of the one above
     at_once: int | None = None  # points at a time
     services: dict[str, ServiceConfig] = field(default_factory=dict)
+    finish: str = ""  # a command that the first node runs when the ranks have ended well; where it fails the job has failed
 
     @property
     def folder(self) -> Path:
@@ -144,6 +145,7 @@ class Job:
             run=self.run, points=self.points_file, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues,
             environment=site.environment, rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site),
             srun=_container(site.container), cpus=site.cpus_per_task, services=self._services(site),
+            finish=self.finish,
         )  # fmt: skip
 
     def _services(self, site: Site) -> list[dict[str, Any]]:
