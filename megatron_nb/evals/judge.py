@@ -31,6 +31,13 @@ class Judge:
         return await self._client.chat([{"role": "user", "content": asked}], lambda said: read(final_answer(said)), **sent)
 
 
+async def reach(config: ClientConfig) -> None:
+    """Ask an endpoint for one token. OSError when it does not answer: better now than after the first answers are there."""
+    asked = [{"role": "user", "content": "Hello"}]
+    body = {"model": config.model, "messages": asked, "max_tokens": 1}
+    await Client(config).post("/v1/chat/completions", body, lambda answer: answer["choices"][0])
+
+
 def transcript(messages: list[dict[str, Any]]) -> str:
     """A conversation as text, without thinking."""
     said = ((message["role"], message.get("content") or "") for message in messages)

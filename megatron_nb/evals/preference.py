@@ -18,7 +18,7 @@ from megatron_nb.asking.askers import Asker
 from megatron_nb.client import ClientConfig
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.evals.arena import STYLE, VERDICTS, Game, arena_scores, game, style_difference, style_of, win_rate
-from megatron_nb.evals.judge import Judge, transcript
+from megatron_nb.evals.judge import Judge, reach, transcript
 from megatron_nb.evals.preference_rows import read_answers, read_items
 from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig
 
@@ -82,6 +82,9 @@ class Preference(Task):
         super().__init__(*given)
         self._judge = Judge(self.config.judge, self.config.judge_tokens)
         self._category: dict[str, str] = {}
+
+    async def ready(self) -> None:
+        await reach(self.config.judge)
 
     def read(self) -> Sequence[Item]:
         baseline = read_answers(self.config.baseline) if self.config.baseline else {}

@@ -22,7 +22,7 @@ from megatron_nb.client import ClientConfig
 from megatron_nb.data import formats
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
-from megatron_nb.evals.judge import Judge, transcript
+from megatron_nb.evals.judge import Judge, reach, transcript
 from megatron_nb.evals.statistics import bootstrap
 from megatron_nb.evals.task import Item, Outcome, Task, TaskConfig, Verdict
 
@@ -68,6 +68,9 @@ class Rubric(Task):
         super().__init__(*given)
         self._judge = Judge(self.config.judge, self.config.judge_tokens)
         self._axis: dict[str, str] = {}
+
+    async def ready(self) -> None:
+        await reach(self.config.judge)
 
     def read(self) -> Sequence[Item]:
         items = list(read_items(self.config.path))

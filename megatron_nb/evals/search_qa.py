@@ -22,6 +22,7 @@ from typing import Any, Literal
 from megatron_nb.asking.askers import Answer, Asker
 from megatron_nb.client import ClientConfig
 from megatron_nb.evals.episodes import Episodes
+from megatron_nb.evals.judge import reach
 from megatron_nb.evals.question_rows import FORMS, read_questions
 from megatron_nb.evals.statistics import mean_with_bounds
 from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig, Verdict, by_item
@@ -73,7 +74,15 @@ class SearchQa(Task):
             for item in read_questions(self.config.path, self.config.form)
         ]
 
+    def check(self) -> None:
+        """Raises ValueError when the tools cannot be opened."""
+        super().check()
+        if self.config.agent is not None:
+            Episodes(self.config.agent).close()
+
     async def ready(self) -> None:
+        if self.config.judge is not None:
+            await reach(self.config.judge)
         if self.config.agent is not None:
             self._episodes = self._episodes or Episodes(self.config.agent)
             await self._episodes.ready()

@@ -27,6 +27,7 @@ from megatron_nb.client import Client, ClientConfig
 from megatron_nb.data import schemas
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.data.rows import BadRow, decode, raw_rows
+from megatron_nb.evals.judge import reach
 from megatron_nb.evals.stateful import Stage, Step, World, class_at
 from megatron_nb.evals.statistics import mean_with_bounds, pass_hat_k
 from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig, by_item
@@ -96,6 +97,9 @@ class UserSimulator(Task):
         for place in self.config.classes.values():
             class_at(place)
         self.items()
+
+    async def ready(self) -> None:
+        await reach(self.config.user)
 
     def close(self) -> None:
         self._stage.close()

@@ -38,12 +38,17 @@ def endpoint(say: Callable[[list[dict]], Any]) -> Stub:
     """`with` it: chat completions whose reply is say(messages): a text, or a whole message."""
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
-        said = say(body["messages"])
+        said = say(body["messages"]) if body.get("max_tokens") != 1 else ""
         message = said if isinstance(said, dict) else {"role": "assistant", "content": said}
         used = {"prompt_tokens": 3, "completion_tokens": 2}
         return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": used}
 
     return Stub({"/v1/chat/completions": reply})
+
+
+def bodies(stub: Stub) -> list[dict[str, Any]]:
+    """What it was asked, without the question whether it is there."""
+    return [body for body in stub.bodies if body.get("max_tokens") != 1]
 
 
 def told(url: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from megatron_nb.evals import arena
 from megatron_nb.evals.arena import Game, arena_scores, bradley_terry, game, style_difference, style_of, win_rate
 from megatron_nb.evals.preference_rows import read_answers, read_items
-from tests.evals.scripted_asker import ScriptedAsker, endpoint, outcomes, task_of, told
+from tests.evals.scripted_asker import ScriptedAsker, bodies, endpoint, outcomes, task_of, told
 
 # question, verdict with the model's answer second, verdict with it first; worked out by hand:
 TABLE = [
@@ -124,7 +124,7 @@ def judged(tmp_path, judge, say=lambda messages, tools: "The GOOD answer.", prom
     with endpoint(judge) as stub:
         task = task_of("preference", **files, judge=told(stub.url), rounds=50, **settings)
         found = outcomes(task, asker)
-        return task.summarise(found), found, [body["messages"][-1]["content"] for body in stub.bodies], asker
+        return task.summarise(found), found, [body["messages"][-1]["content"] for body in bodies(stub)], asker
 
 
 def prefers_good(messages):
@@ -165,6 +165,14 @@ def test_a_judge_without_a_verdict_makes_the_attempt_invalid(tmp_path):
     scores, found, asked, _ = judged(tmp_path, lambda messages: "I cannot say.")
     assert scores == {} and len(asked) > 8  # each was asked for again
     assert all(outcome.score is None and outcome.status == "invalid" and "no verdict" in outcome.reason for outcome in found)
+
+
+def test_a_judge_that_is_not_there_is_noticed_before_the_model_is_asked(tmp_path):
+    asker = ScriptedAsker(lambda messages, tools: "never said")
+    files = {"path": write(tmp_path / "q.jsonl", PROMPTS), "baseline": write(tmp_path / "a.jsonl", ANSWERS)}
+    with pytest.raises(OSError, match="gave no usable answer"):
+        outcomes(task_of("preference", **files, judge=told("http://127.0.0.1:9")), asker)
+    assert asker.asked == []
 
 
 def test_dialogues_are_answered_turn_by_turn_and_judged_whole(tmp_path):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.evals.scripted_asker import ScriptedAsker, endpoint, outcomes, task_of, told
+from tests.evals.scripted_asker import ScriptedAsker, bodies, endpoint, outcomes, task_of, told
 
 TALK = [{"role": "user", "content": "I never eat nuts."}, {"role": "assistant", "content": "<think>hm</think>Noted."},
         {"role": "user", "content": "A snack?"}]  # fmt: skip
@@ -42,7 +42,7 @@ def test_an_answer_passes_when_every_verdict_is_the_wanted_one(tmp_path, said, e
         task = task_of("rubric", path=write(tmp_path / "r.jsonl", ROWS), judge=told(stub.url))
         found = outcomes(task, ScriptedAsker(lambda messages, tools: said))
         assert tuple(outcome.score for outcome in found) == expected
-        assert len(stub.bodies) == 4 and not any("hm" in json.dumps(body) for body in stub.bodies)
+        assert len(bodies(stub)) == 4 and not any("hm" in json.dumps(body) for body in bodies(stub))
 
 
 def test_the_headline_is_the_mean_over_axes_not_over_dialogues(tmp_path):

@@ -17,7 +17,7 @@ from megatron_nb.rollout.agent import AgentConfig
 from megatron_nb.rollout.toolbox import Toolbox
 from megatron_nb.rollout.tools import ToolsConfig
 from tests.data.data_tokenizers import tiny
-from tests.evals.scripted_asker import ScriptedAsker, endpoint, outcomes, task_of, told
+from tests.evals.scripted_asker import ScriptedAsker, bodies, endpoint, outcomes, task_of, told
 from tests.rollout.agent_setup import Pages, ScriptedEngine, call
 
 ROWS = [{"id": "r", "question": "Where does the Loire end?", "answer": ["Atlantic", "Atlantic Ocean"]}]
@@ -129,7 +129,7 @@ def test_a_judge_is_asked_only_about_answers_that_are_not_equal(tmp_path):
     with endpoint(judge) as stub:
         task = task_of("search_qa", path=write(tmp_path / "q.jsonl", rows), mode="judged", judge=told(stub.url))
         found = outcomes(task, ScriptedAsker(lambda messages, tools: next(said)))
-        assert len(stub.bodies) == 2
+        assert len(bodies(stub)) == 2
     assert [outcome.score for outcome in found] == [1.0, 1.0, 0.0]
     assert task.summarise(found)["normalised"] == pytest.approx(1 / 3)
 
@@ -184,8 +184,8 @@ def test_an_episode_is_the_same_over_an_engine_and_over_an_endpoint(tmp_path, mo
         with endpoint(lambda messages: endpoint_turn(next(said))) as stub:
             asker = EndpointAsker(AnswererConfig(endpoint=ClientConfig(**told(stub.url))))
             outcome = with_tools(tmp_path, monkeypatch, asker)
-            assert [tool["function"]["name"] for tool in stub.bodies[0]["tools"]] == ["search", "open_page"]
-            results = [message for message in stub.bodies[-1]["messages"] if message["role"] == "tool"]
+            assert [tool["function"]["name"] for tool in bodies(stub)[0]["tools"]] == ["search", "open_page"]
+            results = [message for message in bodies(stub)[-1]["messages"] if message["role"] == "tool"]
             assert "The Loire is a river." in results[0]["content"]
     assert (outcome.score, outcome.status, outcome.parts["turns"], outcome.parts["calls"]) == expected
     shown = [message["content"] for message in outcome.messages if message["role"] == "tool"]

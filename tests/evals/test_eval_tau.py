@@ -11,7 +11,7 @@ import pytest
 from megatron_nb.evals.statistics import pass_hat_k
 from megatron_nb.evals.task import Outcome
 from tests.evals.lamp_world import CLASSES, DOCS, SCENARIO
-from tests.evals.scripted_asker import ScriptedAsker, endpoint, outcomes, task_of, told
+from tests.evals.scripted_asker import ScriptedAsker, bodies, endpoint, outcomes, task_of, told
 
 TASK = {
     "id": "7",
@@ -39,7 +39,7 @@ def served(tmp_path, agent, user=("Light, please.", "###STOP###"), task=TASK, at
     with endpoint(lambda messages: next(words)) as stub:
         made = task_of("user_simulator", path=domain(tmp_path, task), classes=CLASSES, user=told(stub.url), **settings)
         made.check()
-        return outcomes(made, asker, attempts), asker, [body["messages"] for body in stub.bodies], made
+        return outcomes(made, asker, attempts), asker, [body["messages"] for body in bodies(stub)], made
 
 
 def test_an_attempt_is_right_when_the_database_is_and_all_is_said(tmp_path):
@@ -89,7 +89,7 @@ def test_the_users_words_are_data_to_the_agent(tmp_path):
 
 def test_a_user_that_cannot_be_reached_makes_the_attempt_invalid(tmp_path):
     with endpoint(lambda messages: "hello") as stub:
-        stub.fail(after=0)
+        stub.fail(after=1)
         task = task_of("user_simulator", path=domain(tmp_path, TASK), classes=CLASSES, user=told(stub.url))
         (outcome,) = outcomes(task, ScriptedAsker(lambda messages, tools: SAY))
     assert outcome.score is None and outcome.status == "invalid" and "status 500" in outcome.reason
