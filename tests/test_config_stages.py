@@ -6,6 +6,7 @@ import yaml
 
 from megatron_nb import (
     cascade,
+    evaluate,
     refine_solutions,
     reward_model,
     rl,
@@ -23,6 +24,7 @@ SCHEMAS = (
     sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize_preferences.PreferencesConfig,
     synthesize_complexity.ComplexityConfig, synthesize_trajectories.TrajectoriesConfig,
     refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig, cascade.CascadeConfig,
+    evaluate.EvaluateConfig,
 )  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))
