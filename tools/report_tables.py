@@ -47,7 +47,7 @@ def headline(run: RunRead) -> Cell | None:
     before, after = pairs[name]
     errors = pairs.get(f"{name}_error")
     told = f"{name.replace('_', ' ')} {short(before)} \u2192 {short(after)}"
-    if errors is None:
+    if errors is None or not any(errors):  # of a single prompt there is none
         return Cell(told)
     error = math.hypot(*errors)
     return Cell(f"{told} \u00b1 {short(error)}", verdict(name, after - before, 2 * error))
@@ -73,7 +73,7 @@ def ledger_rows(runs: list[RunRead], found: Evaluations | None) -> list[dict[str
         rows.append({
             "name": run.name, "stage": run.ledger.get("stage", ""),
             "state": "gate shut" if (run.ledger.get("gate") or {}).get("passed") is False else run.status.state,
-            "took": duration(seconds) if seconds else "", "steps": steps_of(run), "tokens": short(run.summary.get("tokens")),
+            "took": duration(seconds) if seconds else "", "steps": steps_of(run), "tokens": short(run.summary["tokens"]) if "tokens" in run.summary else "",
             "headline": headline(run), "gate": gate_cell(run),
             "changes": found.changes.get(run.name, []) if found else [],
         })  # fmt: skip

@@ -212,6 +212,13 @@ def test_what_the_job_said_of_itself_ends_where_its_log_goes_on(page):
     assert "model        1,000 parameters\nmemory of the fullest rank" in page.words
 
 
+def test_without_errors_there_is_no_verdict(cascade):
+    rl = next(run for run in report_read.stages_of(cascade) if run.name == "rl")
+    assert report_tables.headline(rl).verdict == "better"
+    rl.summary |= {"heldout_reward_error_before": 0.0, "heldout_reward_error_after": 0.0}  # of a single prompt
+    assert report_tables.headline(rl) == report_tables.Cell("heldout reward 0.2 \u2192 0.8")
+
+
 def test_a_run_that_died_shows_the_end_of_its_log(tmp_path):
     write_run(tmp_path / "run", SFT, [{"step": 1, "time": 1, "loss": 2.0}], None, LOG + "Traceback: out of memory\n")
     shown = Page(report.page(tmp_path / "run"))
