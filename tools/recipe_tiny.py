@@ -68,6 +68,8 @@ def shortened(word: str, steps: int) -> str:
     key, _, value = word.partition("=")
     if key in ("validate_every", "evaluation.every", "checkpoint.every", "num_steps"):
         return f"{key}={min(int(value), steps)}"
+    if key == "optimizer.warmup_steps":
+        return f"{key}={min(int(value), steps - 1)}"
     return f"{key}={min(int(value), FAST[key])}" if key in FAST else word
 
 
