@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import errno
 import functools
 import itertools
 import os
@@ -60,8 +61,8 @@ def job(schema: type, stage: str | None = None) -> Callable:
 
     The decorated function also takes a finished config, as tests and other jobs call it. A mistake in the configuration
     ends the process with code 2 and one line on rank 0, before `main`. A ValueError that this project's code raises while
-    `main` runs is a user's mistake too (a bad data file), and so is a GivesUp: one line, code 1. HYDRA_FULL_ERROR=1 shows
-    the traceback.
+    `main` runs is a user's mistake too (a bad data file), and so are a GivesUp and a full disk: one line, code 1.
+    HYDRA_FULL_ERROR=1 shows the traceback.
     """
     ConfigStore.instance().store(name=schema.__name__, node=defaults(schema))
 
@@ -82,6 +83,10 @@ def job(schema: type, stage: str | None = None) -> Callable:
                 if not _raised_by_us(error):
                     raise
                 _stop(error, code=1)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                _stop(ConfigError(f"the disk is full: {error}: make room, then start the same command again"), code=1)
 
         return command
 

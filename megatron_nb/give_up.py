@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -20,3 +21,15 @@ def give_up(reason: str) -> None:
                 file.write(reason.rstrip() + "\n")
         except OSError:  # another rank was first, or the disk is full: the console has it too
             pass
+
+
+def last_steps(metrics: Path, count: int = 10) -> str:
+    """A line for each of the last steps in a metrics.jsonl: what led up to the end."""
+    shown, told = ("step", "loss", "lr", "grad_norm", "skipped"), []
+    for line in metrics.read_text().splitlines()[-count:] if metrics.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:  # torn by a full disk
+            continue
+        told.append("  ".join(f"{key} {row[key]:.4g}" for key in shown if row.get(key) is not None))
+    return "\n".join(told)

@@ -12,6 +12,7 @@ elsewhere counts as gone when the lock has not been refreshed for STALE_S by the
 """
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_nb.give_up import GivesUp
+from megatron_nb.give_up import GivesUp, last_steps
 
 BEAT_S, STALE_S = 5.0, 60.0
 NAME = re.compile(r"[\w.+=-]+(/[\w.+=-]+)*")
@@ -150,7 +151,8 @@ class Run:
     def close(self) -> None:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # a full disk: what ended the job must not be hidden by this
+                handler.close()
         self._handlers = []
         if self._lock is not None:
             self._lock.release()
@@ -161,16 +163,9 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             if isinstance(error, GivesUp):
-                error.add_note(_last_steps(self.metrics))
+                error.add_note(last_steps(self.metrics))
             log.debug("stopped by %s", kind.__name__, exc_info=error)  # DEBUG: the file only, the console has it already
         self.close()
-
-
-def _last_steps(metrics: Path, count: int = 10) -> str:
-    """A line for each of the last steps: what led up to the end."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()[-count:]] if metrics.exists() else []
-    shown = ("step", "loss", "lr", "grad_norm", "skipped")
-    return "\n".join("  ".join(f"{key} {row[key]:.4g}" for key in shown if row.get(key) is not None) for row in rows)
 
 
 class Lock:

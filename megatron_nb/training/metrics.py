@@ -118,9 +118,12 @@ class Metrics:
         """Draw the plots, close everything; returns the numbers for summary.json (empty before the first step)."""
         if not self.tells:
             return {}
-        self._file.close()
-        if self.rows:
-            self.plot()
+        try:
+            self._file.close()
+            if self.rows:
+                self.plot()
+        except OSError as error:  # a full disk: what ended the job must not be hidden by this
+            log.warning("the last metrics or plots were not written: %s", error)
         if self._wandb is not None:
             self._wandb.finish()
         steps = [row for row in self.rows if "seconds" in row]
