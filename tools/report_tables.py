@@ -70,12 +70,12 @@ def ledger_rows(runs: list[RunRead], found: Evaluations | None) -> list[dict[str
     rows = []
     for run in runs:
         seconds = run.ledger.get("seconds") or run.summary.get("wall_s")
+        shut = (run.ledger.get("gate") or {}).get("passed") is False
         rows.append({
-            "name": run.name, "stage": run.ledger.get("stage", ""),
-            "state": "gate shut" if (run.ledger.get("gate") or {}).get("passed") is False else run.status.state,
-            "took": duration(seconds) if seconds else "", "steps": steps_of(run), "tokens": short(run.summary["tokens"]) if "tokens" in run.summary else "",
-            "headline": headline(run), "gate": gate_cell(run),
-            "changes": found.changes.get(run.name, []) if found else [],
+            "name": run.name, "stage": run.ledger.get("stage", ""), "state": "gate shut" if shut else run.status.state,
+            "took": duration(seconds) if seconds else "", "steps": steps_of(run),
+            "tokens": short(run.summary["tokens"]) if "tokens" in run.summary else "",
+            "headline": headline(run), "gate": gate_cell(run), "changes": found.changes.get(run.name, []) if found else [],
         })  # fmt: skip
     return rows
 
