@@ -69,6 +69,7 @@ class Bfcl(Task):
 
     def check(self) -> None:
         """Raises ValueError for a class of a world that cannot be had."""
+        super().check()
         for place in {place for item in self.items() for place in item.gold.get("classes", {}).values()}:
             class_at(place)
 
