@@ -34,7 +34,6 @@ from megatron_nb.training import memory
 from megatron_nb.training.optimizer import OptimizerConfig
 from megatron_nb.training.trainer import Trainer
 
-
 WARM_UP = dict(num_layers=1, hidden_size=32, num_attention_heads=2, num_query_groups=1, head_dim=16, ffn_hidden_size=64,
                vocab_size=128, max_position_embeddings=64, dtype="fp32")  # fmt: skip
 
