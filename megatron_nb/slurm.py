@@ -144,7 +144,7 @@ class Job:
             command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, options=self._options(site),
             run=self.run, points=self.points_file, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues,
             environment=site.environment, rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site),
-            srun=_container(site.container), cpus=site.cpus_per_task, services=self._services(site),
+            srun=_container(site.container, self.run), cpus=site.cpus_per_task, services=self._services(site),
             finish=self.finish,
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ class Job:
                 "name": name, "command": shlex.join(one.command), "first": first if one.nodes else 0,
                 "nodes": max(one.nodes, 1), "per_node": one.per_node,
                 "cpus": site.cpus_per_task and max(site.cpus_per_task // one.per_node, 1),
-                "srun": _container(container), "setup": [] if one.image else _setup(site),
+                "srun": _container(container, self.run), "setup": [] if one.image else _setup(site),
             })  # fmt: skip
             first += one.nodes
         return told
@@ -244,12 +244,14 @@ def _setup(site: Site) -> list[str]:
     return site.setup or [f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH"]
 
 
-def _container(container: Container) -> str:
-    """srun's words of pyxis, with a space behind."""
+def _container(container: Container, run: Path) -> str:
+    """srun's words of pyxis, with a space behind. The project, this folder and the run are always mounted."""
     if container.image is None:
         return ""
-    here = Path.cwd()
-    ours = [PROJECT] if here.is_relative_to(PROJECT) else [PROJECT, here]
+    here, ours = Path.cwd(), [PROJECT]
+    for folder in (here, run):
+        if not any(folder.is_relative_to(mounted) for mounted in ours):
+            ours.append(folder)
     mounts = ",".join([*(f"{folder}:{folder}" for folder in ours), *container.mounts])
     words = [f"--container-image={container.image}", f"--container-mounts={mounts}", f"--container-workdir={here}"]
     return shlex.join([*words, "--no-container-mount-home"]) + " "

@@ -25,7 +25,7 @@ TINY = ["model=tiny", "model.vocab_size=400", "model.hidden_size=32", "model.hea
 SITE = """
 partition: batch
 rendezvous: address
-environment: {OMP_NUM_THREADS: 1, WANDB_MODE: offline, GLOO_SOCKET_IFNAME: lo, HF_HUB_OFFLINE: 1}
+environment: {OMP_NUM_THREADS: 1, WANDB_MODE: offline, GLOO_SOCKET_IFNAME: lo, HF_HUB_OFFLINE: 1, TORCHDYNAMO_DISABLE: 1}
 """
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
 

@@ -52,7 +52,8 @@ def test_a_container_stands_on_srun_with_its_mounts_in_one_list(tmp_path):
     words = shlex.split(next(line for line in text.splitlines() if "srun" in line and "--label" in line))
     assert "--container-image=nb.sqsh" in words and "--no-container-mount-home" in words
     mounts = next(word for word in words if word.startswith("--container-mounts=")).partition("=")[2].split(",")
-    assert mounts[-2:] == ["/a:/a", "/b:/c"] and len(mounts) >= 3  # the project's own folder comes with them
+    run = tmp_path / "runs" / "a run"
+    assert mounts[-3:] == [f"{run}:{run}", "/a:/a", "/b:/c"] and f"{PROJECT}:{PROJECT}" in mounts
     assert f"export PYTHONPATH={PROJECT}:{PROJECT}/kernels" in text  # and is what the ranks import
 
 
