@@ -30,6 +30,7 @@ from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.engines import EngineConfig
 from megatron_nb.run import Run, write_atomic
+from megatron_nb.sandbox.isolation import IsolationMissing
 
 MOST_INVALID = 0.1  # share of a task's attempts without a verdict, above which the evaluation has failed
 
@@ -139,7 +140,7 @@ async def _ready(tasks: list[Task]) -> None:
     for task in tasks:
         try:
             await task.ready()
-        except OSError as error:
+        except (OSError, IsolationMissing) as error:
             raise ValueError(f"tasks.{task.name} cannot run: {error}") from error
 
 

@@ -17,6 +17,7 @@ from megatron_nb.asking.askers import Answer, Asker
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.evals.statistics import mean_with_bounds
 from megatron_nb.records import Conversation
+from megatron_nb.rewards.text import repeated_share
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.turn import seed_of
 
@@ -203,6 +204,4 @@ def by_item(outcomes: list[Outcome], value: Any = lambda outcome: outcome.score)
 
 def repetition(texts: list[str]) -> float:
     """1 when a turn repeats itself: half of its 8-grams of words have occurred before (RECIPE 2's unreadable answers)."""
-    from megatron_nb.rewards.text import repeated_share
-
     return float(any(repeated_share(text.split(), 8) >= 0.5 for text in texts))
