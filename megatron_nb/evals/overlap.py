@@ -34,6 +34,7 @@ from megatron_nb.evals.task import Item
 from megatron_nb.run import write_atomic
 
 BATCH = 200  # rows of a file that a process takes at once
+FEW = 8  # batches; fewer are not worth the processes
 SAME_TEXT = 0.5  # share of an item's words that a row of the same id holds
 PAIRS = 2000  # that the report names at most, and
 ROWS = 3  # rows of an item
@@ -205,7 +206,7 @@ def scan(look: Look, files: list[Path], ledger: Ledger, workers: int) -> dict[Pa
     total = sum(-(-count // BATCH) for count in counts)
     progress = Progress(f"batches of {BATCH} training rows", total)
     pool = None
-    if workers:
+    if workers and total >= FEW:
         fork = multiprocessing.get_context("fork")  # the items lie in memory once
         pool = ProcessPoolExecutor(workers, fork, initializer=_take, initargs=(look,))
     waiting: deque[tuple[str, Future]] = deque()

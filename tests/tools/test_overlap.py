@@ -128,7 +128,8 @@ def test_changed_rows_and_changed_items_are_looked_at_anew(tmp_path, many):
     assert len(looked) == before + 3
 
 
-def test_processes_find_what_one_finds(tmp_path):
+def test_processes_find_what_one_finds(tmp_path, monkeypatch):
+    monkeypatch.setattr(overlap, "BATCH", 50)
     path = row_file(tmp_path / "rows.jsonl", *[{"prompt": f"question {k}"} for k in range(450)], {"prompt": LONG})
     (tmp_path / "one").mkdir()
     assert met(tmp_path, path, ITEMS, workers=2) == met(tmp_path / "one", path, ITEMS)
