@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -25,6 +26,8 @@ from megatron_nb.training.checkpoint_folder import newest_complete
 
 RECENT = 20  # steps that the rate is taken over
 SHOWN = ("loss", "reward_mean", "heldout_loss", "heldout_reward")  # last values worth a column
+# what torchrun's agents and torch's stores say of an end that another process brought about
+NOISE = re.compile(r"(\d+: )?(\[?[WE]\d{4} |frame #|<omitting python|Exception raised from|\[rank\d+\]:\[W|\s*$)")
 FULL_GB = 0.01  # with less left, a disk counts as full
 TURN = ("", "None", "Priority", "BeginTime", "Resources", "Dependency", "JobArrayTaskLimit")  # reasons to wait that pass
 WAITS_FOR = {  # a word of any other -> what to do
@@ -138,7 +141,8 @@ def last_lines(folder: Path, count: int) -> str:
     if not logs:
         return ""
     newest = max(logs, key=lambda path: path.stat().st_mtime)
-    return "\n".join([f"{newest}:", *newest.read_text(errors="replace").splitlines()[-count:]])
+    lines = [line for line in newest.read_text(errors="replace").splitlines() if "exitcode" in line or not NOISE.match(line)]
+    return "\n".join([f"{newest}:", *lines[-count:]])
 
 
 def stages_of(folder: Path) -> list[Path]:
