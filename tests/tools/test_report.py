@@ -91,7 +91,7 @@ memory of the fullest rank
 
 @pytest.fixture
 def cascade(tmp_path):
-    """SFT of two lengths, a reward model whose gate is shut, RL after the first SFT; evaluations of the base, sft and rl."""
+    """SFT of two lengths, a reward model whose gate is shut, RL after the first SFT; evaluations of the base and of three."""
     root = tmp_path / "recipe"
     steps = [{"step": k, "loss": 4.0 - k, "lr": 0.1, "seconds": 2.0, "tokens": 100, "clip_low": 0.0} for k in (1, 2, 3)]
     twice = [*steps[:2], {"step": 2, "loss": 1.5}, steps[2]]  # a later attempt did step 2 again
@@ -109,7 +109,7 @@ def cascade(tmp_path):
     last = {"one?": [("best", 1.0), ("good", 0.8), ("poor", 0.3)], "two?": [("fell", 0.5)], "lost?": [("xyz", None)]}
     for step, answers in ((0, first), (4, last)):
         write_step(root / "rl", step, groups(step, answers), kind="heldout")
-    results = {"base": (0.1, 0.3), "sft": (0.5, 0.8), "rl": (0.3, 0.2)}
+    results = {"base": (0.1, 0.3), "sft": (0.5, 0.8), "long": (0.9, 0.8), "rl": (0.3, 0.2)}
     for name, (code, chat) in results.items():
         told = {"code": {"pass": code, "pass_low": code - 0.05, "pass_high": code + 0.05, "tokens_out": 10.0},
                 "chat": {"score": chat, "score_low": chat - 0.7, "score_high": chat + 0.7}}  # fmt: skip
@@ -119,9 +119,9 @@ def cascade(tmp_path):
         rows = [{"item": item, "index": 0, "score": score, "answer": f"{name} says {item}"}
                 for item, score in {"a": code, "b": 0.7, "c": None}.items()]  # fmt: skip
         (root / f"evaluate_{name}" / "outcomes" / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    names = ["evaluate_base", "sft", "evaluate_sft", "long", "reward", "rl", "evaluate_rl", "later"]
-    starts = {"long": "sft", "reward": "sft", "rl": "long"}
-    asked = {"evaluate_base": "", "evaluate_sft": "sft", "evaluate_rl": "rl"}
+    names = ["evaluate_base", "sft", "evaluate_sft", "long", "evaluate_long", "reward", "rl", "evaluate_rl", "later"]
+    starts = {"long": "sft", "reward": "long", "rl": "sft"}
+    asked = {"evaluate_base": "", "evaluate_sft": "sft", "evaluate_long": "long", "evaluate_rl": "rl"}
     links = [{"name": name, "start_from": starts.get(name), "evaluates": asked.get(name)} for name in names]
     (root / "chain.json").write_text(json.dumps({"stages": names, "links": links}))
     gate = {"metric": "heldout_accuracy_after", "minus": None, "at_least": 0.6, "at_most": None, "value": 0.5, "passed": False}
@@ -156,8 +156,8 @@ def test_the_table_of_stages_tells_time_change_gate_and_state(page):
 
 
 def test_evaluations_are_compared_with_the_stage_that_each_goes_back_to(page):
-    assert "task metric before sft rl " in page.rows
-    assert page.row("code", "pass").split()[2::4] == ["0.1", "0.5", "0.3"]
+    assert "task metric before sft long rl " in page.rows
+    assert page.row("code", "pass").split()[2::4] == ["0.1", "0.5", "0.9", "0.3"]
     assert "code: pass fell from 0.5 (sft) to 0.3 by rl" in page.words
     assert "chat: score fell" not in page.words  # its intervals overlap
     assert "code +0.4" in page.row("sft", "done") and "code -0.2" in page.row("rl", "4/9")
@@ -229,7 +229,7 @@ def test_runs_without_a_chain_are_shown_in_the_order_begun(cascade):
     (cascade / "chain.json").unlink()
     (cascade / "ledger.json").unlink()
     names = [run.name for run in report_read.stages_of(cascade)]
-    assert names == ["sft", "long", "reward", "rl", "evaluate_base", "evaluate_sft", "evaluate_rl"]
+    assert names == ["sft", "long", "reward", "rl", "evaluate_base", "evaluate_sft", "evaluate_long", "evaluate_rl"]
     assert Page(report.page(cascade)).words
 
 
