@@ -135,7 +135,8 @@ def details(model: ModelConfig, chosen: Candidate) -> str:
     def rows(values: dict[str, float], scale: float, unit: str, form: str = ",.2f") -> str:
         whole = sum(values.values()) or 1.0
         shown = {name: value for name, value in values.items() if value}
-        return "\n".join(f"  {name:<12} {value / scale:>12{form}} {unit}  {value / whole:6.1%}" for name, value in shown.items())
+        lines = (f"  {name:<12} {value / scale:>12{form}} {unit}  {value / whole:6.1%}" for name, value in shown.items())
+        return "\n".join(lines)
 
     flops = flops_by_kind(model, chosen.work, chosen.layout.recompute)
     return "\n".join([

@@ -77,7 +77,7 @@ def plan_rollouts(model: ModelConfig, batch: Rollouts, training: Candidate, gpus
     cache_tokens = int(max(room, 0.0) / per_token)
     if cache_tokens < batch.prompt_tokens + batch.longest:
         raise ValueError(
-            f"an engine's GPUs have {room / 1e9:.1f} GB for keys and values, {cache_tokens} tokens, but a row at its longest is "
+            f"an engine's GPUs have {room / 1e9:.1f} GB for keys and values, {cache_tokens} tokens, a row at its longest is "
             f"{batch.prompt_tokens + batch.longest}: raise --engine-tensor, or give engines GPUs of their own (--engine server)"
         )
     share = math.ceil(batch.answers / replicas)

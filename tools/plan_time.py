@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -60,9 +61,14 @@ class Software:
     step_s: float
 
 
+@cache
+def _constants() -> dict:
+    return yaml.safe_load(CONSTANTS.read_text())
+
+
 def constants(section: str, name: str) -> dict:
     """One entry of plan_constants.yaml; ValueError names what there is."""
-    known = yaml.safe_load(CONSTANTS.read_text())[section]
+    known = _constants()[section]
     if name not in known:
         raise ValueError(f"{section} {name!r} is not in {CONSTANTS.name}: choose one of {', '.join(known)}, or add it there")
     return known[name]
