@@ -66,7 +66,8 @@ def test_a_rank_that_hangs_ends_the_step_which_starts_again_with_the_stacks_of_a
     cluster.ended(job_id)
     stacks = [path.read_text() for path in sorted(cluster.folder.glob("runs/hung/logs/attempt-1/stacks-rank-*.txt"))]
     assert len(stacks) == 2 and sum("sitecustomize.py" in text for text in stacks) == 1
-    assert "no step for" in cluster.log("hung") and cluster.losses("hung") == undisturbed
+    assert "no step for" in cluster.log("hung") and "start 0, attempt 1" in cluster.log("hung")
+    assert cluster.losses("hung") == undisturbed
 
 
 def test_a_lost_node_costs_no_run(cluster, undisturbed):
