@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 ALIGN = 16  # bytes; every dtype can be viewed at such an offset
 LOOK_S = 0.002
+CLOSE_S = 5.0
 
 Named = tuple[str, torch.Tensor]
 
@@ -124,7 +125,12 @@ class Link:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Drop the group. Gloo's goes only when what was begun in it has timed out, so nobody waits for that."""
+        """Drop the group. Gloo's goes only when what was begun in it has timed out, so nobody waits long for that.
+
+        A little, though: a thread that is still at it while Python ends takes the process down with it.
+        """
         held = [self.group]
         self.group = None
-        threading.Thread(target=held.clear, daemon=True).start()
+        dropping = threading.Thread(target=held.clear, daemon=True)
+        dropping.start()
+        dropping.join(CLOSE_S)

@@ -18,8 +18,8 @@ from tests.data.data_tokenizers import tiny
 from tests.slurm.cluster_run import TINY, Cluster, local_slurm, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
-STEPS = 4
-STEP_S = 1.5  # at least, that the engine takes for a step: time to kill it in
+STEPS = 3
+TOKEN_S = 0.1  # of the engine: six answers of sixteen tokens, two at once, are a step of five seconds, in which it can be killed
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def words(cluster) -> list[str]:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config_to_hf(model)))
     stub = ["python", "-m", "tests.rollout.serve_stub", str(folder / "model"), "{port}", "--host", "{host}", "--token-s",
-            str(STEP_S / 6 / 8)]  # fmt: skip
+            str(TOKEN_S)]  # fmt: skip
     return [
         "--config-name", "rl_pointwise", *TINY, "parallel=cpu2", "answers=short", f"runs_dir={folder}/runs",
         f"prompts.sources.a.path={folder}/prompts.jsonl", f"prompts.tokenizer={folder}/tokenizer", "prompts.heldout_share=0",
@@ -82,7 +82,7 @@ def processes_of(run: Path) -> list[str]:
 def kill_in_mid_step(cluster, run: Path, steps: int) -> dict:
     """Kill the engine's process while it samples; what was written of it."""
     cluster.until(f"step {steps}", lambda: cluster.steps(run.name) >= steps)
-    time.sleep(STEP_S / 3)
+    time.sleep(8 * TOKEN_S)
     told = engine(run)
     assert told["state"] == "up"
     os.kill(told["pid"], signal.SIGKILL)
@@ -111,3 +111,25 @@ def test_an_engine_on_its_own_node_that_is_killed_in_mid_step_is_restarted_and_t
     assert "gets the weights of version" in (run / "logs" / "attempt-1" / "rank-0.log").read_text()
     assert "start 2 on" in (run / "logs" / "services" / "engine-0.log").read_text()
     assert processes_of(run) == []
+
+
+def test_services_start_anew_with_a_requeued_job_and_end_with_a_cancelled_one(cluster, words):
+    job_id, run = submit(cluster, words, "requeued")
+    cluster.until("step 1", lambda: cluster.steps(run.name) >= 1)
+    first = engine(run)
+    cluster.slurm_says("scancel", "--signal=USR1", "--batch", job_id)
+    cluster.until("the requeue", lambda: engine(run)["start"] != first["start"])
+    cluster.until("step 2", lambda: cluster.steps(run.name) >= 2)
+    assert engine(run)["start"] == f"{job_id}.1" and not psutil.pid_exists(first["pid"])
+    assert processes_of(run)
+    cluster.slurm_says("scancel", job_id)
+    cluster.ended(job_id, "CANCELLED")
+    cluster.until("the end of its servers", lambda: not processes_of(run), 60)
+
+
+def test_a_service_that_cannot_start_ends_the_job_with_its_log_named(cluster, words):
+    job_id, run = submit(cluster, [*words, "launch.services.engine.command=[/no/such,'{port}']"], "broken")
+    cluster.ended(job_id, "FAILED")
+    said = cluster.log("broken")
+    assert "engine-0 was given up: /no/such cannot be started" in said and "engine-0.log" in said
+    assert "Traceback" not in said.partition("engine-0 was given up")[0]
