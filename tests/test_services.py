@@ -13,7 +13,9 @@ import pytest
 
 from megatron_nb import addresses, keeper, services
 from megatron_nb.client import ClientConfig
+from megatron_nb.config import compose, flatten
 from megatron_nb.launch import LaunchConfig
+from megatron_nb.rl_config import RlConfig
 from megatron_nb.schema import ConfigError, build, plain
 from megatron_nb.services import ServiceConfig
 from megatron_nb.slurm import Job, SlurmConfig
@@ -266,3 +268,26 @@ def test_a_script_gives_services_their_nodes_behind_those_of_the_ranks(tmp_path)
         assert part in text
     bare = Job("a", "megatron_nb.rl", tmp_path, SlurmConfig(nodes=3, site=str(site)), "").text()
     assert "keeper" not in bare and "NB_SERVICES" not in bare and "--nodelist" not in bare
+
+
+CODE = ["reward.terms.code.settings.judge.workers=1"]
+READY = {
+    "engine": ("rl_pointwise", ["init_from=A"], "engine.server.urls", ["service:engine"]),
+    "judge": ("rl_code_pass_rate", CODE, "reward.terms.code.settings.judge.urls", ["service:judge"]),
+    "search": ("rl_agentic", ["launch.services.search.values.index=A"], "agent.tools.service.base_url", "service:search"),
+    "teacher": ("rl_pointwise", ["launch.services.teacher.values.model=A"], "launch.services.teacher.nodes", 1),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_made_service_is_chosen_by_one_word(name):
+    stage, words, key, value = READY[name]
+    config = compose(RlConfig, stage, [f"+services={name}", "prompts.sources.a.path=p.jsonl", *words])
+    services.check(config.launch.services, config)
+    assert flatten(config)[key] == value and list(config.launch.services) == [name]
+
+
+def test_services_of_several_kinds_stand_beside_one_job():
+    words = ["+services=[engine,judge]", "init_from=A", "prompts.sources.a.path=p.jsonl"]
+    config = compose(RlConfig, "rl_code_pass_rate", words)
+    assert list(config.launch.services) == ["engine", "judge"]

@@ -19,7 +19,7 @@ from tests.slurm.cluster_run import TINY, Cluster, local_slurm, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 STEPS = 3
-TOKEN_S = 0.1  # of the engine: six answers of sixteen tokens, two at once, are a step of five seconds, in which it can be killed
+TOKEN_S = 0.1  # of the engine: six answers of sixteen tokens, two at once, are five seconds in which it can be killed
 
 
 @pytest.fixture(scope="module")
