@@ -2,6 +2,7 @@
 
     python tools/recipe_tiny.py [--seed 1] [--folder runs/recipe-tiny] [--fast]
     python tools/recipe_tiny.py --seeds 3
+    python tools/recipe_tiny.py --model smollm2 --minutes 120
 
     1  data     one tokenizer, a start that copies, rows and prompts of all stages, a wiki (tools/recipe_tiny_data.py)
     2  chain    hydra_conf/cascade_tiny.yaml by megatron_nb.cascade, evaluated on held-out questions after every stage
@@ -9,7 +10,8 @@
 
 At most 25 minutes a seed on 2 quiet cores. What is done is not done again; what was killed goes on. The exit code is 1 when the
 held-out loss does not fall in SFT, and with --seeds when a stage does not improve beyond two standard errors over the seeds.
---fast takes a few minutes and only shows that everything runs.
+--fast takes a few minutes and only shows that everything runs. --model smollm2 puts SmolLM2-135M in the small model's place
+(tools/recipe_tiny_smollm2.py): hours; --minutes saves and leaves after so many (exit code 85), and the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -37,25 +40,31 @@ from megatron_nb import cascade
 from megatron_nb.chain import CascadeConfig
 from megatron_nb.config import compose
 from megatron_nb.run import write_summary
+from megatron_nb.training.signals import REQUEUE_EXIT
+from tools import recipe_tiny_smollm2
 from tools.demo_files import end_with
-from tools.recipe_tiny_report import ask_both, changes_of, flat, improved, over_seeds, scores, table
+from tools.recipe_tiny_report import Change, ask_both, changes_of, flat, improved, over_seeds, scores, table
 
 ROOT = Path(__file__).parents[1]
 FAST = {"train": 60, "heldout": 12, "limit": 40}  # most of words of that name with --fast
 FAST_STEPS, FAST_SFT = 2, 80  # steps: a model that says nothing gives no pairs to prefer
 
 
-def prepare(folder: Path, seed: int) -> None:
+def prepare(folder: Path, seed: int, model: str) -> None:
     """Data of a seed, in a process of its own: the chain's stages are copies of this one, which must have no threads."""
     if not (folder / "data" / "start" / "config.json").exists():
         command = [sys.executable, "tools/recipe_tiny_data.py", "--out", str(folder.absolute() / "data"), "--seed", str(seed)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if model == "smollm2":
+        recipe_tiny_smollm2.place_model(folder / "data")
 
 
-def chain_of(folder: Path, seed: int, fast: bool) -> CascadeConfig:
+def chain_of(folder: Path, seed: int, fast: bool, model: str = "tiny") -> CascadeConfig:
     """The chain of a seed."""
     config = compose(CascadeConfig, "cascade_tiny", [f"runs_dir={folder.parent}", f"name={folder.name}"])
     config.words.append(f"seed={seed}")
+    if model == "smollm2":
+        recipe_tiny_smollm2.adapt(config)
     if fast:
         for stage in config.stages.values():
             steps = FAST_SFT if stage.stage == "sft" else FAST_STEPS
@@ -103,20 +112,22 @@ def run_chain(config: CascadeConfig, folder: Path) -> None:
             finally:
                 cascade.log.removeHandler(handler)
     except SystemExit as end:
-        if end.code:
+        if end.code == REQUEUE_EXIT:
+            print(f"saved and left; the same command goes on: {folder}", flush=True)
+        elif end.code:
             lines = [line for line in log.read_text(errors="replace").splitlines() if not re.match(r"step +\d", line)]
             print("\n".join(lines[-12:]) + f"\n{log} tells more; the same command goes on", file=sys.stderr)
-            raise
+        raise
 
 
-def one_seed(folder: Path, seed: int, fast: bool) -> dict:
+def one_seed(folder: Path, seed: int, fast: bool, model: str) -> dict[str, Change]:
     """Everything of one seed; the changes that its stages made."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, in {folder}\n1/3  data, tokenizer, wiki", flush=True)
-    prepare(folder, seed)
+    prepare(folder, seed, model)
     print("2/3  the chain; its log is chain.log", flush=True)
-    run_chain(chain_of(folder, seed, fast), folder)
+    run_chain(chain_of(folder, seed, fast, model), folder)
     print("3/3  report, and questions to the model before RL and after", flush=True)
     found = changes_of(folder)
     subprocess.run([sys.executable, "tools/report.py", str(folder.absolute())], check=True, cwd=ROOT)
@@ -133,11 +144,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="default runs/recipe-tiny, with -fast where it applies")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1, help="this many, one after the other; errors are then over seeds")
+    parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny", help="smollm2 takes hours on two cores")
+    parser.add_argument("--minutes", type=float, help="save and leave after so long; the same command goes on")
     parser.add_argument("--fast", action="store_true", help="a smoke test of a few minutes; shows nothing")
     options = parser.parse_args()
-    folder = options.folder or Path(f"runs/recipe-tiny{'-fast' if options.fast else ''}")
+    named = {"tiny": "recipe-tiny", "smollm2": "recipe-135m"}[options.model] + ("-fast" if options.fast else "")
+    folder = options.folder or Path("runs") / named
+    if options.minutes:  # as a scheduler would: the stage that runs saves and leaves
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
+        signal.setitimer(signal.ITIMER_REAL, options.minutes * 60)
     seeds, began = range(options.seed, options.seed + options.seeds), time.monotonic()
-    runs = [one_seed(folder / f"seed-{seed}", seed, options.fast) for seed in seeds]
+    runs = [one_seed(folder / f"seed-{seed}", seed, options.fast, options.model) for seed in seeds]
     found = runs[0]
     if len(runs) > 1:
         found = over_seeds(runs)
@@ -152,4 +169,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end_with(main)
+    try:
+        end_with(main)
+    except ValueError as error:  # of the configuration, or a gate that is shut
+        sys.exit(f"error: {error}")

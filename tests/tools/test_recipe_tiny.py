@@ -102,6 +102,12 @@ def test_one_model_goes_through_all_stages(tmp_path, fast):
     assert lengths == [512, 1024]
 
 
+def test_with_smollm2_the_chain_has_its_shape_and_room_for_its_tokens(tmp_path):
+    links = {link.name: link.config for link in links_of(recipe_tiny.chain_of(tmp_path / "seed-1", 1, False, "smollm2"))}
+    assert links["sft_long"].model.num_layers == 30 and links["sft_long"].seq_len == 2048
+    assert links["rl_agentic"].agent.max_tokens == 2048 and links["rl_agentic"].optimizer.lr == 1e-5
+
+
 def test_a_fast_run_does_less_of_everything(tmp_path):
     whole, fast = (links_of(recipe_tiny.chain_of(tmp_path / "seed-1", 1, one)) for one in (False, True))
     steps = [(a.config.num_steps, b.config.num_steps) for a, b in zip(whole, fast) if hasattr(a.config, "num_steps")]
