@@ -63,6 +63,8 @@ class Math(Task):
             return Verdict(0.0, {"read": 0.0}, f"the answer cannot be compared: {error}", "")  # 7^7^7^7 is the model's fault
         except WorkerLost as error:
             raise OSError(str(error)) from error
+        except ValueError as error:  # the reference is no mathematics: that is no fault of the model
+            return Verdict(None, reason=str(error))
         return Verdict(right, {"read": float(bool(said))}, reason, said)
 
     def summarise(self, outcomes: list[Outcome]) -> dict[str, float]:

@@ -55,7 +55,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     share, z2 = right / total, Z95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = Z95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))  # rounding must not leave the share out
 
 
 def bootstrap(values: Sequence[float], statistic: object = np.mean, seed: int = 0) -> tuple[float, float]:

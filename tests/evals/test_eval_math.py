@@ -74,6 +74,9 @@ def test_an_answer_that_can_never_be_compared_is_wrong_and_one_without_reference
     (tmp_path / "rows.jsonl").write_text('{"question": "big?", "answer": "1"}\n')
     outcomes, told = evaluate(tmp_path / "rows.jsonl", lambda messages, tools: r"\boxed{7^{7^{7^{7^{7}}}}}")
     assert outcomes[0].score == 0 and "cannot be compared" in outcomes[0].reason
+    (tmp_path / "rows.jsonl").write_text('{"question": "big?", "answer": "\\\\boxed{}"}\n')
+    outcomes, _ = evaluate(tmp_path / "rows.jsonl", lambda messages, tools: "1")
+    assert outcomes[0].score is None and "cannot be read as mathematics" in outcomes[0].reason
     (tmp_path / "rows.jsonl").write_text('{"question": "big?"}\n')
     with pytest.raises(BadRow, match=r"rows.jsonl:1: it has no 'answer'"):
         evaluate(tmp_path / "rows.jsonl", lambda messages, tools: "")
