@@ -7,6 +7,7 @@ import glob
 import io
 import logging
 import multiprocessing
+import re
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from megatron_nb.launch import is_free
 
 # keys whose values are files and folders that a stage reads
 INPUTS = ("path", "checkpoint", "init_from", "corpus", "questions", "search", "tokenizer", "exclude")
+SERVED = r"launch\.services\.[^.]+\.values\.(model|index)"
 SCRIPT = ", for sbatch:\n"  # what launch.py puts before a script
 
 
@@ -65,6 +67,8 @@ def _judged(link: Link, links: list[Link], report: str, problem: str) -> Checked
     found = Checked(report, problem)
     waiting = {other.name: other.run for other in links if not other.done}
     for key, value in inputs_of(link.config):
+        if Path(value).absolute() == link.run.parent:  # the chain's own folder
+            continue
         maker = next((name for name, run in waiting.items() if Path(value).absolute().is_relative_to(run)), None)
         if maker is not None:
             if str(value) in problem or str(waiting[maker]) in problem:
@@ -79,9 +83,12 @@ def _judged(link: Link, links: list[Link], report: str, problem: str) -> Checked
 
 
 def inputs_of(config: Any) -> list[tuple[str, str]]:
-    """(dotted key, path) of everything a job reads."""
-    return [(key, value) for key, value in flatten(config).items()
-            if isinstance(value, str) and value and key.rpartition(".")[2] in INPUTS and "://" not in value]  # fmt: skip
+    """(dotted key, path) of everything a job reads, and of what its servers read."""
+    told, only = flatten(config), getattr(config, "only", None)
+    left_out = [f"tasks.{name}." for name in getattr(config, "tasks", {}) if only and name not in only]
+    return [(key, value) for key, value in told.items() if isinstance(value, str) and value and "://" not in value
+            and (key.rpartition(".")[2] in INPUTS or re.fullmatch(SERVED, key))
+            and not any(key.startswith(task) for task in left_out)]  # fmt: skip
 
 
 def changed_since(link: Link) -> dict[str, tuple[Any, Any]]:

@@ -44,14 +44,18 @@ def run(module: str, words: list[str], ranks: int = 1) -> int:
         code, since = 0, None
         while alive := [process for process in stage if process.exitcode is None]:
             wait([process.sentinel for process in alive], timeout=None if since is None else GRACE_S)
-            failed = [process.exitcode for process in stage if process.exitcode]
-            code = code or (failed or [0])[0]
+            code = code or _failed(stage)
             if code not in (0, REQUEUE_EXIT):
                 since = since or time.monotonic()
                 if time.monotonic() - since >= GRACE_S:
                     for process in alive:
                         process.kill()
-    return code
+    return code or _failed(stage)  # a sentinel speaks a moment before there is an exit code
+
+
+def _failed(stage: list[multiprocessing.Process]) -> int:
+    """The exit code of a rank that has failed; 0 when none has."""
+    return next((process.exitcode for process in stage if process.exitcode), 0)
 
 
 @contextmanager

@@ -7,14 +7,22 @@ import sys
 import pytest
 
 from megatron_nb import cascade
-from megatron_nb.cascade import CascadeConfig, StageConfig, links_of, move_aside, run_here
+from megatron_nb.cascade import move_aside, run_here
+from megatron_nb.chain import CascadeConfig, StageConfig, links_of
 from megatron_nb.config import ConfigError
+from megatron_nb.ledger import write_chain
 
 SMALL = ["model=tiny", "parallel=cpu1", "context=2k", "data=files"]
 
 
 def chain(tmp_path, **stages):
     return CascadeConfig("a", str(tmp_path), {name: StageConfig(**stage) for name, stage in stages.items()}, SMALL)
+
+
+def written(config):
+    links = links_of(config)
+    write_chain(links[0].run.parent, [link.known for link in links])
+    return links
 
 
 def test_a_stage_starts_from_the_run_it_names_and_reads_what_others_made(tmp_path):
@@ -30,7 +38,7 @@ def test_a_stage_starts_from_the_run_it_names_and_reads_what_others_made(tmp_pat
     ("stage", "complaint"),
     [
         ({"stage": "sft", "words": ["optimiser.lr=1"]}, "stages.two.*optimiser"),
-        ({"stage": "sft", "words": ["name={three}"]}, "stages.two.*no stage is named 'three'"),
+        ({"stage": "sft", "words": ["name={three}"]}, "stages.two.*no stage before it is named 'three'"),
         ({"stage": "sfft"}, "stages.two.*'sfft'"),
         ({"stage": "cascade"}, "stages.two.*none of the jobs"),
     ],
@@ -50,23 +58,23 @@ def started(monkeypatch):
     """The stages that were started; each succeeds unless its name is in `failing`."""
     calls, failing = [], {}
 
-    def run(command):
-        config = dict(word.split("=", 1) for word in command[3:] if "=" in word)
+    def run(module, words, ranks):
+        config = dict(word.split("=", 1) for word in words if "=" in word)
         calls.append(config["name"])
         code = failing.pop(config["name"], 0)
         if not code:
             folder = cascade.run_folder(config["runs_dir"], config["name"])
             folder.mkdir(parents=True)
             (folder / "summary.json").write_text("{}")
-        return subprocess.CompletedProcess(command, code)
+        return code
 
-    monkeypatch.setattr(cascade.subprocess, "run", run)
+    monkeypatch.setattr(cascade.processes, "run", run)
     return calls, failing
 
 
 def test_a_chain_ends_with_the_stage_that_fails_and_goes_on_there(tmp_path, started):
     calls, failing = started
-    links = links_of(chain(tmp_path, one={"stage": "sft"}, two={"stage": "sft", "start_from": "one"}, three={"stage": "sft"}))
+    links = written(chain(tmp_path, one={"stage": "sft"}, two={"stage": "sft", "start_from": "one"}, three={"stage": "sft"}))
     failing["two"] = 85
     with pytest.raises(SystemExit, match="85"):
         run_here(links)
@@ -79,7 +87,7 @@ def test_a_chain_ends_with_the_stage_that_fails_and_goes_on_there(tmp_path, star
 
 def test_from_a_stage_on_everything_is_made_again_and_nothing_is_lost(tmp_path, started):
     calls, _ = started
-    links = links_of(chain(tmp_path, one={"stage": "sft"}, two={"stage": "sft"}, three={"stage": "sft"}))
+    links = written(chain(tmp_path, one={"stage": "sft"}, two={"stage": "sft"}, three={"stage": "sft"}))
     run_here(links)
     move_aside(links, "two")
     run_here(links)
@@ -87,11 +95,11 @@ def test_from_a_stage_on_everything_is_made_again_and_nothing_is_lost(tmp_path, 
     assert (tmp_path / "a" / "two.before-1" / "summary.json").exists()
 
 
-def test_the_command_describes_a_chain_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["cascade", f"runs_dir={tmp_path}", 'words=["model=dense_3b"]', "--dry-run"])
+def test_the_command_describes_the_whole_recipe_and_writes_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["cascade", f"runs_dir={tmp_path}", "--dry-run"])
     cascade.main()
-    told = capsys.readouterr().out
-    assert told.count("to do") == 3 and f"init_from={tmp_path}/cascade/sft_32k" in told
+    told = capfd.readouterr().out
+    assert told.count("to do") == 28 and "PROBLEM" not in told and f"init_from={tmp_path}/cascade/sft_32k" in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,18 +116,3 @@ def test_the_status_of_a_chain_has_a_line_for_every_stage_and_the_reason_of_a_fa
     one, two, three = json.loads(done.stdout)
     assert (one["state"], two["state"], three["state"]) == ("done", "stopped", "not started")
     assert two["step"] == 3 and two["last"] == {"loss": 1.5} and "no such file rows.jsonl" in two["reason"]
-
-
-def test_the_status_of_a_run_tells_of_its_servers_and_of_the_reason_that_its_job_left(tmp_path):
-    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
-    for folder in ("services", "slurm"):
-        (tmp_path / folder).mkdir()
-    record = {"name": "engine", "replica": 0, "url": "http://n2:8000", "state": "down", "said": "exit 1", "node": "n2",
-              "restarts": 2, "start": "1.0"}  # fmt: skip
-    (tmp_path / "services" / "engine-0.json").write_text(json.dumps(record))
-    (tmp_path / "slurm" / "job.json").write_text('{"id": "7"}')
-    (tmp_path / "slurm" / "stopped-7.txt").write_text("data.sources.a.path=gone.jsonl is no file\n")
-    done = subprocess.run([sys.executable, "tools/status.py", str(tmp_path), "--json"], capture_output=True, text=True)
-    (one,) = json.loads(done.stdout)
-    assert done.returncode == 1 and one["reason"] == "data.sources.a.path=gone.jsonl is no file"
-    assert one["services"] == ["engine-0 is down, exit 1: http://n2:8000 on n2, started again 2 times"]
