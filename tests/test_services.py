@@ -15,7 +15,7 @@ from megatron_nb import addresses, keeper, services
 from megatron_nb.client import ClientConfig
 from megatron_nb.config import compose, flatten
 from megatron_nb.launch import LaunchConfig
-from megatron_nb.rl_config import RlConfig
+from megatron_nb.rl import RlConfig
 from megatron_nb.schema import ConfigError, build, plain
 from megatron_nb.services import ServiceConfig
 from megatron_nb.slurm import Job, SlurmConfig

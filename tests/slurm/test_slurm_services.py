@@ -10,31 +10,27 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_nb import rl
 from megatron_nb.addresses import records
 from megatron_nb.config import compose
 from megatron_nb.model.hf_config import config_to_hf
 from megatron_nb.rl import RlConfig
-from tests.data.data_tokenizers import tiny
-from tests.slurm.cluster_run import TINY, Cluster, local_slurm, why_not
+from tests.slurm.cluster_run import TINY, needs_slurm, running_cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900), pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = needs_slurm
 STEPS = 3
 TOKEN_S = 0.1  # of the engine: six answers of sixteen tokens, two at once, are five seconds in which it can be killed
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("services")
-    slurm = local_slurm(folder / "cluster", 17500)
-    yield Cluster(slurm, folder)
-    slurm.down()
+    yield from running_cluster(tmp_path_factory.mktemp("services"), 17500)
 
 
 @pytest.fixture(scope="module")
 def words(cluster) -> list[str]:
     """An RL stage of two ranks on one node, its engine on another; but for the name."""
     folder = cluster.folder
-    tiny().save_pretrained(folder / "tokenizer")
     draw, some = random.Random(5), ["some", "words", "of", "a", "question", "and", "an", "answer", "long", "short"]
     with (folder / "prompts.jsonl").open("w") as file:
         for number in range(12):
@@ -63,7 +59,7 @@ def engine(run: Path) -> dict:
 
 
 def submit(cluster, words, name) -> tuple[str, Path]:
-    said = cluster.run(*words, "launch=slurm", f"name={name}", module="megatron_nb.rl")
+    said = cluster.main(*words, "launch=slurm", f"name={name}", main=rl.main)
     return said.rpartition("\njob ")[2].partition(":")[0], cluster.folder / "runs" / name
 
 
