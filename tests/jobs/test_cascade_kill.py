@@ -66,6 +66,7 @@ def ended(pid: int, within: float) -> int | None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # three minutes on a quiet machine
 def test_a_recipe_killed_at_ten_random_moments_ends_with_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_inputs(tmp_path)
