@@ -13,6 +13,7 @@ import pytest
 from megatron_nb.cascade import run_here
 from megatron_nb.chain import CascadeConfig, links_of
 from megatron_nb.ledger import write_chain
+from megatron_nb.processes import die_with
 from megatron_nb.schema import build
 from tests.jobs.cascade_words import recipe, write_inputs
 from tests.jobs.test_resume_job import _content, _equal
@@ -24,8 +25,9 @@ TEXTS = ("questions/questions/questions.jsonl", "trajectories/trajectories/traje
 
 def begin(links, log: Path) -> int:
     """The group of a process that runs the chain."""
-    pid = os.fork()
+    test, pid = os.getpid(), os.fork()
     if pid == 0:
+        die_with(test)
         os.setpgid(0, 0)
         code = 1
         try:
