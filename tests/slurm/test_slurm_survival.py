@@ -84,8 +84,8 @@ def test_a_lost_node_costs_no_run(cluster, undisturbed):
     assert cluster.losses("node") == undisturbed
 
 
-def test_a_second_job_does_not_get_the_run_folder_of_a_first(cluster, undisturbed):
-    first = cluster.submit("twice", "num_steps=10")
+def test_a_second_job_does_not_get_the_run_folder_of_a_first(cluster):
+    first = cluster.submit("twice", "num_steps=10000", "checkpoint.every=10000")  # longer than any start of a second
     assert f"is the run of job {first}" in cluster.main(*cluster.words("twice"), code=1)
     cluster.until("step 1", lambda: cluster.steps("twice") >= 1)
     second = cluster.slurm_says("sbatch", "--parsable", f"{cluster.folder}/runs/twice/slurm/job.sbatch").strip()
@@ -93,8 +93,10 @@ def test_a_second_job_does_not_get_the_run_folder_of_a_first(cluster, undisturbe
     said = Path(f"{cluster.folder}/runs/twice/slurm/job-{second}.log").read_text()
     assert "is being written by process" in said and f"Slurm job {first}" in said and f"scancel {first}" in said
     assert "attempt 1" not in said  # the first one's steps are not its own
-    cluster.ended(first)
-    assert cluster.losses("twice") == undisturbed
+    before = cluster.steps("twice")
+    cluster.until("further steps of the first", lambda: cluster.steps("twice") > before + 1)
+    cluster.slurm_says("scancel", first)
+    cluster.ended(first, "CANCELLED")
 
 
 def test_a_streak_of_nan_ends_the_job_with_a_report_and_is_not_tried_again(cluster):
