@@ -7,15 +7,17 @@ Everything is read anew from the stages' run folders, so that any process may wr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_nb.give_up import give_up
-from megatron_nb.run import write_atomic
+from megatron_nb.run import STALE_S, write_atomic
 
 log = logging.getLogger(__name__)
 CHAIN_FILE, LEDGER_FILE, RESULTS_FILE = "chain.json", "ledger.json", "results.json"
@@ -134,6 +136,16 @@ def seconds_of(run: Path) -> float | None:
     return round(total, 1) if begun else None
 
 
+def state_of(run: Path) -> str:
+    """done | running | stopped | not started, by what lies in the run folder."""
+    if (run / "summary.json").exists():
+        return "done"
+    with contextlib.suppress(OSError):
+        if time.time() - (run / "lock").stat().st_mtime < STALE_S:
+            return "running"
+    return "stopped" if any(run.glob("logs/attempt-*")) else "not started"
+
+
 def rows_of(root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """(a row for every stage in order, the evaluation of the model before all)."""
     chain = read_chain(root)
@@ -145,11 +157,7 @@ def rows_of(root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         run = root / link.name
         summary = read_json(run / "summary.json")
         gate = gate_row(link.gate, summary)
-        state = "done" if summary is not None else "running" if (run / "lock").exists() else "stopped"
-        if not run.exists():
-            state = "not started"
-        if gate and gate["passed"] is False:
-            state = "gate shut"
+        state = "gate shut" if gate and gate["passed"] is False else state_of(run)
         evaluation = evaluations.get(link.name)
         start = before.get(link.start_from, evaluations.get(""))  # of the model that the stage started from
         before[link.name] = evaluation or start
