@@ -7,6 +7,7 @@ import yaml
 from megatron_nb import (
     cascade,
     evaluate,
+    export_model,
     refine_solutions,
     reward_model,
     rl,
@@ -24,7 +25,7 @@ SCHEMAS = (
     sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize_preferences.PreferencesConfig,
     synthesize_complexity.ComplexityConfig, synthesize_trajectories.TrajectoriesConfig,
     refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig, cascade.CascadeConfig,
-    evaluate.EvaluateConfig,
+    evaluate.EvaluateConfig, export_model.ExportConfig,
 )  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))
