@@ -228,6 +228,7 @@ def test_a_run_that_died_shows_the_end_of_its_log(tmp_path):
 def test_runs_without_a_chain_are_shown_in_the_order_begun(cascade):
     (cascade / "chain.json").unlink()
     (cascade / "ledger.json").unlink()
+    write_run(cascade / "sft.before-1", SFT)  # moved aside by a chain that made it anew
     names = [run.name for run in report_read.stages_of(cascade)]
     assert names == ["sft", "long", "reward", "rl", "evaluate_base", "evaluate_sft", "evaluate_long", "evaluate_rl"]
     assert Page(report.page(cascade)).words
