@@ -60,7 +60,8 @@ def test_a_rank_that_hangs_ends_the_step_which_starts_again_with_the_stacks_of_a
     site = cluster.folder / "hang.yaml"
     path, ours = f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH", f"export PYTHONPATH={cluster.folder}"
     site.write_text(f"{SITE}\nsetup: ['{path}', '{ours}']\n")
-    job_id = cluster.submit("hung", f"launch.slurm.site={site}", "checkpoint.every=2", "launch.hang_least_s=8", "launch.hang_factor=8")
+    soon = ["launch.hang_least_s=8", "launch.hang_factor=8"]
+    job_id = cluster.submit("hung", f"launch.slurm.site={site}", "checkpoint.every=2", *soon)
     cluster.until("step 4", lambda: cluster.steps("hung") >= 4)
     os.kill(cluster.ranks("hung")[-1], signal.SIGUSR2)
     cluster.ended(job_id)
