@@ -19,7 +19,7 @@ def cluster(tmp_path_factory):
 def test_a_shut_gate_fails_its_job_and_cancels_the_next_before_it_trains(cluster):
     left_out = ("name=", "runs_dir=", "num_steps=", "launch", "parallel")
     words = [word for word in cluster.words("gate") if not word.startswith(left_out)]
-    words = [*words, "parallel=cpu1", "num_steps=2", "launch.slurm.nodes=1", "launch.slurm.ranks_per_node=1"]
+    words = [*words, "parallel=cpu1", "num_steps=4", "launch.slurm.nodes=1", "launch.slurm.ranks_per_node=1"]
     (cluster.folder / "chain.yaml").write_text(
         "defaults: [CascadeConfig, {launch: local}, _self_]\nstages:\n"
         "  one: {stage: sft, gate: {metric: loss_last, at_most: 0.1}}\n  two: {stage: sft, start_from: one}\n"
