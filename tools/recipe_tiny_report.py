@@ -48,7 +48,8 @@ def changes_of(chain: Path) -> dict[str, Change]:
                 continue
             if f"{name}_before" in told and f"{name}_after" in told:
                 # the same questions before and after: independent errors are the larger ones
-                errors = [told.get(f"heldout_{name}_error_{when}", 0.0) for when in ("before", "after")]
+                judged = "judge" if "heldout_judge_before" in told else name  # by whom answers were judged (heldout_reward)
+                errors = [told.get(f"heldout_{judged}_error_{when}", 0.0) for when in ("before", "after")]
                 found[row["name"]] = Change(what, told[f"{name}_before"], told[f"{name}_after"], float(np.hypot(*errors)), less)
                 break
     return found
