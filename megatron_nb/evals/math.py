@@ -7,6 +7,7 @@ answer), "id"?}.
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +17,14 @@ import numpy as np
 from megatron_nb.asking.askers import Answer
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.evals.items import read_questions
-from megatron_nb.evals.math_grade import grade
+from megatron_nb.evals.math_grade import grade_within
 from megatron_nb.evals.statistics import mean_with_bounds
 from megatron_nb.evals.task import Item, Outcome, Task, TaskConfig, Verdict
 from megatron_nb.rewards.deadline import WorkerLost, Workers
 
-WORKERS, TIMEOUT_S = 2, 20.0
+WORKERS = 2
+CPU_S = 20  # of a comparison: more is the answer's fault
+WALL_S = 600.0  # more is the machine's
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Math(Task):
         super().__init__(name, config, sampling)
         self.headline = f"avg@{config.samples}"
         self._workers: Workers | None = None
-        self._target = pickle.dumps(grade)
+        self._target = pickle.dumps(grade_within)
 
     def read(self) -> Sequence[Item]:
         return read_questions(self.config.path, self.config.instruction)
@@ -54,15 +57,14 @@ class Math(Task):
             self._workers.close()
 
     async def score(self, item: Item, answer: Answer) -> Verdict:
-        arguments = final_answer(answer.text), str(item.gold["answer"]), self.config.boxed
+        arguments = CPU_S, final_answer(answer.text), str(item.gold["answer"]), self.config.boxed
         try:
-            right, said, reason = await self._workers.call(self._target, TIMEOUT_S, 1, *arguments)
-        except TimeoutError as error:
-            if "did not start" in str(error):
-                raise
-            return Verdict(0.0, {"read": 0.0}, f"the answer cannot be compared: {error}", "")  # 7^7^7^7 is the model's fault
+            right, said, reason = await self._workers.call(self._target, WALL_S, 0, *arguments)
         except WorkerLost as error:
-            raise OSError(str(error)) from error
+            if f"exit code {-signal.SIGXCPU}" not in str(error):
+                raise OSError(str(error)) from error
+            reason = f"the answer cannot be compared in {CPU_S} s of computing"  # 7^7^7^7 is the model's fault
+            return Verdict(0.0, {"read": 0.0}, reason, "")
         except ValueError as error:  # the reference is no mathematics: that is no fault of the model
             return Verdict(None, reason=str(error))
         return Verdict(right, {"read": float(bool(said))}, reason, said)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import sympy
 
 from megatron_nb.records import Conversation, Prompt, Rollout
 from megatron_nb.rewards.answer import MathAnswer, answer_in
+
+
+def grade_within(cpu_s: int, text: str, reference: str, boxed: bool) -> tuple[float, str, str]:
+    """`grade`; the process is ended by SIGXCPU when it has computed for so many seconds, however long it has waited."""
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(spent.ru_utime + spent.ru_stime) + 1 + cpu_s, most))
+    try:
+        return grade(text, reference, boxed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
 
 
 def grade(text: str, reference: str, boxed: bool) -> tuple[float, str, str]:

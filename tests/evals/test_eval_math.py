@@ -70,7 +70,7 @@ def test_votes_of_equal_answers_are_counted_together(tmp_path):
 
 
 def test_an_answer_that_can_never_be_compared_is_wrong_and_one_without_reference_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(math, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(math, "CPU_S", 1)
     (tmp_path / "rows.jsonl").write_text('{"question": "big?", "answer": "1"}\n')
     outcomes, told = evaluate(tmp_path / "rows.jsonl", lambda messages, tools: r"\boxed{7^{7^{7^{7^{7}}}}}")
     assert outcomes[0].score == 0 and "cannot be compared" in outcomes[0].reason
