@@ -21,6 +21,8 @@ def short(value: float | None) -> str:
     """At most four digits: 12.3k, 0.00012, 4.1M."""
     if value is None or not math.isfinite(value):
         return "-"
+    if abs(value) < 1e-15:  # rounding
+        return "0"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"

@@ -271,7 +271,8 @@ def test_better_and_worse_go_by_the_quantity_and_its_error(name, change, error, 
 
 
 @pytest.mark.parametrize(("value", "expected"), [
-    (0, "0"), (0.123456, "0.1235"), (1234.5, "1,234"), (15000, "15k"), (2.5e6, "2.5M"), (None, "-"), (float("nan"), "-"),
+    (0, "0"), (2.8e-17, "0"), (1e-14, "1e-14"),
+    (0.123456, "0.1235"), (1234.5, "1,234"), (15000, "15k"), (2.5e6, "2.5M"), (None, "-"), (float("nan"), "-"),
 ])  # fmt: skip
 def test_numbers_are_shown_in_four_digits(value, expected):
     assert report_charts.short(value) == expected
