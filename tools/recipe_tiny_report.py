@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-MEASURES = {  # the start of a figure in a stage's summary.json -> (what it is, whether less is better)
-    "heldout_loss": ("loss on rows held out from SFT", True),
+MEASURES = {  # the start of a figure in a stage's summary.json -> (what it is, whether less is better); the first that is there
     "heldout_accuracy": ("pairs ordered right, held out", False),
+    "heldout_loss": ("loss on rows held out from SFT", True),
     "reward": ("reward of answers to held-out prompts", False),
 }
 TASKS = {"chat": "score", "code": "pass_rate", "search": "score"}  # of tasks=recipe_tiny -> the metric that is shown

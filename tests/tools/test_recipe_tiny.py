@@ -126,12 +126,14 @@ def test_a_stage_is_better_when_its_figure_moved_the_right_way_beyond_two_errors
         ("questions", "synthesize_questions", {"questions": 3}),
         ("sft", "sft", {"heldout_loss_before": 2.0, "heldout_loss_after": 1.0}),
         ("rising", "sft", {"heldout_loss_before": 1.0, "heldout_loss_after": 2.0}),
+        ("reward", "reward_pointwise", {"heldout_loss_before": 1.0, "heldout_loss_after": 2.0, "heldout_accuracy_before": 0.5,
+                                        "heldout_accuracy_after": 0.7}),
         ("rl", "rl_pointwise", {"reward_before": 0.5, "reward_after": 0.6, "heldout_reward_error_before": 0.03,
                                 "heldout_reward_error_after": 0.04}),
         ("rl2", "rl_pairwise", {"reward_before": 0.5, "reward_after": 0.61, "heldout_reward_error_before": 0.03,
                                 "heldout_reward_error_after": 0.04}),
     ]))  # fmt: skip
-    assert {name: one.better for name, one in found.items()} == {"sft": True, "rising": False, "rl": False, "rl2": True}
+    assert {name: one.better for name, one in found.items()} == {"sft": True, "rising": False, "reward": True, "rl": False, "rl2": True}
     assert found["rl"].error == pytest.approx(0.05)
 
 
