@@ -133,7 +133,8 @@ def test_a_stage_is_better_when_its_figure_moved_the_right_way_beyond_two_errors
         ("rl2", "rl_pairwise", {"reward_before": 0.5, "reward_after": 0.61, "heldout_reward_error_before": 0.03,
                                 "heldout_reward_error_after": 0.04}),
     ]))  # fmt: skip
-    assert {name: one.better for name, one in found.items()} == {"sft": True, "rising": False, "reward": True, "rl": False, "rl2": True}
+    better = {name: one.better for name, one in found.items()}
+    assert better == {"sft": True, "rising": False, "reward": True, "rl": False, "rl2": True}
     assert found["rl"].error == pytest.approx(0.05)
 
 
