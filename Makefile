@@ -3,8 +3,8 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge demo-search \
-	demo-search-seeds test test-serve test-slurm lint \
+.PHONY: help setup quickstart recipe-tiny recipe-135m sft-135m demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge demo-search \
+	demo-search-seeds test test-serve test-slurm test-recipe lint plan-check \
 	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
 	bench-complexity bench-search bench-walk bench-agent bench-data bench-kernels mutate-kernels gpu-check
 
@@ -14,7 +14,16 @@ help:  ## this list
 setup:  ## make .venv and install (PYTHON=... names the interpreter)
 	@tools/setup_venv.sh
 
-quickstart: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after
+quickstart: setup  ## the whole recipe with a small model on the CPU, from synthesis to a report and an exported model; 25 minutes
+	$(PY) tools/recipe_tiny.py $(if $(SEED),--seed $(SEED))
+
+recipe-tiny: setup  ## the same over three seeds, with the standard error over them
+	$(PY) tools/recipe_tiny.py --seeds 3
+
+recipe-135m: setup  ## the same with SmolLM2-135M, as far as MINUTES= reach; the same command goes on
+	$(PY) tools/recipe_tiny.py --model smollm2 $(if $(MINUTES),--minutes $(MINUTES))
+
+sft-135m: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after; 5 minutes
 	$(PY) tools/quickstart.py
 
 demo-rl: setup  ## a small model, two reward models and both RL stages on the CPU, judged by held-out reward models; 15 minutes
@@ -43,6 +52,9 @@ test: setup  ## all tests that need no GPU; prints what was skipped and why
 
 test-slurm: setup  ## stages, chains and disasters on a real Slurm of four virtual nodes; as root, minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slurm tests/slurm --durations=10
+
+test-recipe: setup  ## the whole recipe in miniature, killed at ten random moments: the same weights in the end; minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m slow tests/jobs/test_cascade_kill.py
 
 test-serve: setup  ## the server engine against a real vLLM on the CPU; its own Python 3.11 environment, 3.5 GB
 	@tools/serve_venv.sh
@@ -99,6 +111,9 @@ mutate-kernels: setup  ## break every kernel on purpose, one change at a time: t
 gpu-check: setup  ## kernels and back ends on a GPU machine
 	$(PY) tools/check_backends.py
 	$(PY) kernels/gpu_check.py
+
+plan-check: setup  ## the planner's step times beside published ones
+	$(PY) tools/plan_published.py
 
 verify-conversion: setup  ## the full 3.93B shape from Hugging Face and back, bit for bit; 24 GB of disk, minutes
 	$(PY) tools/verify_conversion.py

@@ -1,4 +1,4 @@
-"""Installs megatron_nb, its kernels (nb_kernels) and its stage files. Extras: gpu, dev.
+"""Installs megatron_nb, its kernels (nb_kernels) and its stage files. Extras: gpu, tune, lm_eval, dev.
 
 vLLM has an environment of its own: tools/serve_venv.sh.
 """
@@ -24,6 +24,8 @@ setup(
         "text2num>=3.1,<4",  # numbers in words, where answers are compared
         "python-dateutil>=2.9",  # dates likewise
         "jsonschema>=4.23",  # arguments of tool calls
+        "langdetect>=1.0.9,<2",  # languages of answers, in instruction following
+        "markdown-it-py>=3",  # reports of stages, on the report page
         "mwparserfromhell>=0.7,<1",  # wikitext
         "tantivy>=0.26,<1",  # the search index
         "jinja2",  # the script for Slurm
@@ -39,6 +41,8 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch,core-cu13]>=2.19,<2.21", "flash-attn>=2.8,<3"],
+        "tune": ["optuna>=5,<6"],  # tools/tune.py
+        "lm_eval": ["lm-eval[api]>=0.4.9,<0.5"],  # the bridge of megatron_nb/evals/lm_eval.py
         "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100",
                 "bm25s>=0.3", "rank_bm25>=0.2.2"],
     },

@@ -56,11 +56,11 @@ class Size:
 
     train: int = 500  # questions
     heldout: int = 100
-    trajectories: int = 300  # questions that the oracle attempts; RL asks all of them
+    trajectories: int = 500  # questions that the oracle attempts; RL asks all of them
     exercises: int = 10000
-    exercise_share: float = 0.75  # of the draws of SFT
+    exercise_share: float = 0.7  # of the draws of SFT
     sft_steps: int = 1200  # of two packs of POSITIONS tokens
-    sft_lr: float = 1e-3
+    sft_lr: float = 5e-4  # 2e-3 spoils the heads of the start
     rl_steps: int = 40
     rl_batch: int = 8  # questions, 8 episodes of each
     rl_lr: float = 3e-4

@@ -19,14 +19,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.search.sentences import sentences
 from megatron_nb.synthesis.question_obscure import GAP
-from megatron_nb.synthesis.question_quotes import labelled, question_of
+from megatron_nb.synthesis.question_quotes import before_gap, labelled, question_of
 from tools.demo_files import SPECIAL, train_tokenizer, write_rows
 from tools.demo_search_start import BLANK
 
 VOCABULARY = 4096
 SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 PLAIN = re.compile(r"[A-Za-z0-9 ,.'()-]+")
-SECOND = 0.15  # share of exercises whose page is the second hit
 CONTEXT, SNIPPET = 8, 6  # words around a match, and of a hit
 
 
@@ -71,8 +70,6 @@ class Exercises:
         """What a search for the quote gives."""
         words = [*self.rng.choice(self.said).split()[: self.rng.randint(0, 2)], *quote.split()][: SNIPPET + 2]
         shown = [(title, " ".join(words)), (self.name(), " ".join(self.rng.choice(self.said).split()[:SNIPPET]))]
-        if self.rng.random() < SECOND:
-            shown.reverse()
         return "\n\n".join(f"[{number}] {one}\n{text} ..." for number, (one, text) in enumerate(shown, 1))
 
     def draw(self) -> dict[str, Any]:
@@ -88,7 +85,7 @@ class Exercises:
         messages = [{"role": "user", "content": question_of(clues)}, called(labelled(clues, 0), "search", query=quote),
                     {"role": "tool", "content": self.hits(titles[0], quote)}]  # fmt: skip
         for place, (title, (before, _, context)) in enumerate(zip(titles, gaps), 1):
-            messages += [called(labelled(clues, place), "find_in_page", title=title, text=before),
+            messages += [called(before_gap(labelled(clues, place)), "find_in_page", title=title, text=before),
                          {"role": "tool", "content": f"{title}: 1 match\n... {context} ..."}]  # fmt: skip
         return {"messages": [*messages, {"role": "assistant", "content": f"Answer: {answer}"}]}
 

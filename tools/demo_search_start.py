@@ -30,14 +30,15 @@ NORMED = math.sqrt(HIDDEN / (2 + (HIDDEN - HALF - 1) / HALF))  # behind a norm, 
 MATCH_LOGIT = 24.0  # of a place whose room holds the current token
 PAIR_LOGIT = 20.0  # on top, where the other room holds the token before it
 COPIED = 4.0  # how strongly a found token is written
-SPACE = 0.3  # distance of a word behind a space from the same word elsewhere
+SPACE = 0.6  # distance of a word behind a space from the same word elsewhere
 BEGINS = BLANK + '"'  # the token before an argument, and before a quote
 TITLE, WORDS = ("title",), ("text", "query")  # arguments; two tokens before their first one
 NUMBERS = tuple(f"{BLANK}{number}" for number in range(1, 5))  # two tokens before the first one of a quote
 MARKS = {("]",): 14.0, ("**",): 28.0}  # attention logits of what follows a hit's number, and of what follows a match
-FIRST = {("1",): 6.0}  # on top, where the token before the mark is this: the first hit
+FIRST = {("1",): 10.0}  # on top, where the token before the mark is this: the first hit
 QUOTED = 14.0, 14.0  # of what follows BEGINS, and of what has NUMBERS two tokens before it
 RECENT = {10: 10.0, 14: 16.0}  # rotary pair -> logit of a place near by; the first tells tokens apart, the second turns apart
+LATEST = {10: 4.0, 14: 6.0}  # the same for the heads that look up the current token
 FLAG = 0.8  # of a token half of length 1
 FLAGS = [(BEGINS,), *MARKS, *FIRST, TITLE, WORDS, NUMBERS]  # tokens that share a dimension, the first ones of the token half
 STILL = 1.0  # radians that a pair may turn over the longest row
@@ -66,15 +67,16 @@ def write_start(folder: Path, tokenizer: Path, seed: int) -> None:
         bos_token_id=None, eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id,
     ))  # fmt: skip
     with torch.no_grad():
-        _embed(model.model.embed_tokens.weight, words.get_vocab())
+        space = _embed(model.model.embed_tokens.weight, words.get_vocab())
         _look_back(model.model.layers[0].self_attn)
         _look_up(model.model.layers[1].self_attn)
-        _look_for(model.model.layers[1].self_attn)
+        _look_for(model.model.layers[1].self_attn, space)
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
 
-def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
+def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> torch.Tensor:
+    """Fills it; the direction in which a word behind a space differs from the same word elsewhere, [HALF]."""
     weight.zero_()
     weight[:, :HALF] = torch.randn(len(weight), HALF) / math.sqrt(HALF)
     weight[:, HALF] = 1
@@ -83,11 +85,12 @@ def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> None:
         if word.startswith(BLANK) and word[1:].isalnum() and (alone := vocabulary.get(word[1:])) is not None:
             weight[number, :HALF] = weight[alone, :HALF] + space
             weight[alone, :HALF] -= space
-    weight[:, : len(FLAGS)] = 0
+    space[: len(FLAGS)] = weight[:, : len(FLAGS)] = 0
     for dimension, tokens in enumerate(FLAGS):
         for token in tokens:  # as long as others, or a look back would pass them by
             weight[vocabulary[token], :HALF] *= math.sqrt(1 - FLAG**2) / weight[vocabulary[token], :HALF].norm()
             weight[vocabulary[token], dimension] = FLAG
+    return torch.nn.functional.normalize(space, dim=0)
 
 
 def _turning() -> torch.Tensor:
@@ -145,10 +148,18 @@ def _look_up(attention: torch.nn.Module) -> None:
             for place, direction in zip(places, math.sqrt(logit) * size * directions):
                 q[head * HEAD + place, asks : asks + width] += direction
                 k[head * HEAD + place, holds] += direction
+        _prefer_near(q, k, head, [HALF], LATEST, NORMED**2)
     _copy(v, o, range(2), NORMED)
 
 
-def _look_for(attention: torch.nn.Module) -> None:
+def _prefer_near(q: torch.Tensor, k: torch.Tensor, head: int, asks: list[int], pairs: dict[int, float], size: float) -> None:
+    """Adds logits that fall with the distance, where these dimensions of the query are set. size: of query times key."""
+    for pair, logit in pairs.items():
+        q[head * HEAD + pair, asks] = logit * math.sqrt(HEAD) / size
+        k[head * HEAD + pair, HALF] = 1
+
+
+def _look_for(attention: torch.nn.Module, space: torch.Tensor) -> None:
     """The query is the flag of what is asked for, the keys are the rooms' flags of marks; of those the last one counts."""
     q, k, v, o = _clear(attention, range(2, 4))
     near, far = (room.start for room in ROOMS)
@@ -162,7 +173,8 @@ def _look_for(attention: torch.nn.Module) -> None:
             q[rows][place, asked] = math.sqrt(HEAD) / (FLAG * NORMED) ** 2
             for dimension, logit in marks.items():
                 k[rows][place, dimension] = logit
-        for pair, logit in RECENT.items():
-            q[rows][pair, asks] = logit * math.sqrt(HEAD) / (FLAG * NORMED**2)
-            k[rows][pair, HALF] = 1
+        _prefer_near(q, k, head, asks, RECENT, FLAG * NORMED**2)
     _copy(v, o, range(2, 4), NORMED)
+    for head in range(2, 4):  # an argument's first word has no space before it, whatever it is copied from
+        part = slice((head - 2) * HALF // 2, (head - 1) * HALF // 2)
+        v[head * HEAD : head * HEAD + HALF // 2, :HALF] -= torch.outer(space[part], space) / NORMED

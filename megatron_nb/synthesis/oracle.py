@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from megatron_nb.synthesis.question_obscure import GAP, plain_title
-from megatron_nb.synthesis.question_quotes import labelled
+from megatron_nb.synthesis.question_quotes import before_gap, labelled
 
 ERRORS = {"wrong_page": 0.3, "repeat": 0.2, "astray": 0.2, "misspelt": 0.15, "lacking": 0.15}  # shares of kinds
 ERROR_RATE = 0.15  # of calls
@@ -110,10 +110,10 @@ class Oracle:
         return ("find_in_page", {"title": self.page, "text": self.texts.pop(0)}) if self.texts else None
 
     def _thought(self) -> str:
-        """The quote that this call is about, as its question has it; empty where the question quotes nothing."""
+        """The quote that this call is about up to its gap, as its question has it; empty where the question quotes nothing."""
         clues = self.row["clues"]
         quote = labelled(clues, 0 if self.at < 0 else self.at - len(self.titles) + len(clues))
-        return quote if quote in self.row["question"] else ""
+        return before_gap(quote) if quote in self.row["question"] else ""
 
     def _wrong(self, name: str, arguments: dict[str, str]) -> Made | None:
         """A mistake in place of this call, which is made in the next turn; None where the chosen one cannot be made here."""

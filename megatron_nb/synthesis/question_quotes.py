@@ -21,7 +21,7 @@ from megatron_nb.synthesis.question_obscure import FUNCTION, GAP, plain_title
 
 FIRST = (4, 6)  # words of the quote that finds the first page
 BEFORE, AFTER = (3, 3), (1, 2)  # words around a gap
-FOUND = 2  # the search for the first quote must bring its page among so many
+FOUND = 1  # the search for the first quote must bring its page among so many
 TRIES = 60
 PLAIN = re.compile(r"[A-Za-z0-9 ,.'()-]+")
 WORDS = re.compile(r"[A-Z][A-Za-z]+(?: [A-Z][A-Za-z]+){0,2}|\d[\d,]*\d|\d")  # what an answer may be: a name or a number
@@ -48,6 +48,12 @@ def question_of(clues: list[str]) -> str:
 def labelled(clues: list[str], place: int) -> str:
     """One of the quotes as its question has it."""
     return f'Quote {len(clues) - place} "{clues[place]}"'
+
+
+def before_gap(quote: str) -> str:
+    """A labelled quote without its gap and what follows."""
+    start, gap, _ = quote.partition(f" {GAP}")
+    return f'{start}"' if gap else quote
 
 
 def quotes(pages: Pages, titles: list[str], min_hops: int, rng: random.Random) -> Draft:
