@@ -147,10 +147,20 @@ def last_lines(folder: Path, count: int) -> str:
 
 def stages_of(folder: Path) -> list[Path]:
     """The run folders below a chain's, in the order of the chain; the folder itself when it is a run."""
-    order = folder / "chain.json"
+    order = folder / CHAIN_FILE
     if order.exists():
         return [folder / name for name in json.loads(order.read_text())["stages"]]
     return [folder]
+
+
+def look_at_gates(told: list[Status], chain: Path) -> None:
+    """Stages that are done, but not well enough for the next, are called so."""
+    gates = {link["name"]: link["gate"] for link in (read_json(chain / CHAIN_FILE) or {}).get("links", [])}
+    for one in told:
+        try:
+            check_gate(chain, one.name, Gate(**gates[one.name]) if gates.get(one.name) else None)
+        except GateShut as shut:
+            one.state, one.reason = "gate shut", str(shut)
 
 
 def print_table(told: list[Status]) -> None:
@@ -181,6 +191,7 @@ def main() -> None:
     if not args.run.is_dir():
         sys.exit(f"error: {args.run} is no folder: give the folder of a run or of a chain, such as runs/NAME")
     told = [status_of(folder, folder.name, args.log_lines) for folder in stages_of(args.run)]
+    look_at_gates(told, args.run)
     if args.json:
         print(json.dumps([asdict(one) for one in told], indent=2))
     else:

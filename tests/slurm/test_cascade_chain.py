@@ -116,3 +116,16 @@ def test_the_status_of_a_chain_has_a_line_for_every_stage_and_the_reason_of_a_fa
     one, two, three = json.loads(done.stdout)
     assert (one["state"], two["state"], three["state"]) == ("done", "stopped", "not started")
     assert two["step"] == 3 and two["last"] == {"loss": 1.5} and "no such file rows.jsonl" in two["reason"]
+
+
+def test_the_status_calls_a_stage_by_its_shut_gate(tmp_path):
+    (tmp_path / "one").mkdir()
+    gate = {"metric": "reward", "minus": None, "at_least": 0.5, "at_most": None}
+    links = [{"name": "one", "stage": "sft", "gate": gate}]
+    (tmp_path / "chain.json").write_text(json.dumps({"stages": ["one"], "links": links}))
+    for reward, state, code in ((0.4, "gate shut", 1), (0.6, "done", 0)):
+        (tmp_path / "one" / "summary.json").write_text(json.dumps({"reward": reward}))
+        done = subprocess.run([sys.executable, "tools/status.py", str(tmp_path), "--json"], capture_output=True, text=True)
+        (told,) = json.loads(done.stdout)
+        assert (told["state"], done.returncode) == (state, code)
+        assert ("reward >= 0.5, found 0.4" in told["reason"]) == bool(code)
