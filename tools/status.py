@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_nb import addresses, slurm
+from megatron_nb.ledger import CHAIN_FILE, Gate, GateShut, check_gate, read_json
 from megatron_nb.training.checkpoint_folder import newest_complete
 
 RECENT = 20  # steps that the rate is taken over
