@@ -78,7 +78,10 @@ def check(services: Services, config: Any) -> None:
     for name in services:
         if not NAME.fullmatch(name):
             raise ConfigError(f"launch.services.{name}: a name is made of small letters, digits and _")
+    only = getattr(config, "only", None)  # of an evaluation's tasks: the others ask nobody
     for key, value in flatten(config).items():
+        if only and key.startswith("tasks.") and key.split(".")[1] not in only:
+            continue
         for one in value if isinstance(value, list) else [value]:
             name = name_in(one) if isinstance(one, str) else None
             if name is not None and name not in services:
