@@ -71,6 +71,8 @@ def write_start(folder: Path, tokenizer: Path, seed: int) -> None:
         _look_back(model.model.layers[0].self_attn)
         _look_up(model.model.layers[1].self_attn)
         _look_for(model.model.layers[1].self_attn, space)
+        _even_out(model.model.layers[0].self_attn, range(2))
+        _even_out(model.model.layers[1].self_attn, range(4))
     model.save_pretrained(folder)
     words.save_pretrained(folder)
 
@@ -82,7 +84,8 @@ def _embed(weight: torch.Tensor, vocabulary: dict[str, int]) -> torch.Tensor:
     weight[:, HALF] = 1
     space = torch.nn.functional.normalize(torch.randn(HALF), dim=0) * SPACE / 2
     for word, number in vocabulary.items():
-        if word.startswith(BLANK) and word[1:].isalnum() and (alone := vocabulary.get(word[1:])) is not None:
+        plain = word[1:] if word.startswith(BLANK) else ""  # indents are no words, and a letter where they are written
+        if plain.isalnum() and BLANK not in plain and (alone := vocabulary.get(plain)) is not None:
             weight[number, :HALF] = weight[alone, :HALF] + space
             weight[alone, :HALF] -= space
     space[: len(FLAGS)] = weight[:, : len(FLAGS)] = 0
@@ -178,3 +181,27 @@ def _look_for(attention: torch.nn.Module, space: torch.Tensor) -> None:
     for head in range(2, 4):  # an argument's first word has no space before it, whatever it is copied from
         part = slice((head - 2) * HALF // 2, (head - 1) * HALF // 2)
         v[head * HEAD : head * HEAD + HALF // 2, :HALF] -= torch.outer(space[part], space) / NORMED
+
+
+def _even_out(attention: torch.nn.Module, heads: range) -> None:
+    """The same heads, but query and key are as large as each other, and value and output too.
+
+    Only their products count, and a step of Adam moves every weight by as much: beside a partner of 28 it would move a product
+    far, and what is written by hand would be lost in fifty steps at a rate at which the rest learns well.
+    """
+    q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
+    for head in heads:
+        for place in range(head * HEAD, (head + 1) * HEAD):
+            _share(v[place], o[:, place])
+        for pair in range(HEAD // 2):
+            first, second = head * HEAD + pair, head * HEAD + pair + HEAD // 2
+            _share(q[first : second + 1 : HEAD // 2], k[first : second + 1 : HEAD // 2])  # what turns together, by one factor
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Two factors of a product, in place, to the same largest entry; nothing where one of them is zero."""
+    sizes = [factor.abs().max() for factor in (one, other)]
+    if min(sizes) > 0:
+        ratio = torch.sqrt(sizes[1] / sizes[0])
+        one *= ratio
+        other /= ratio

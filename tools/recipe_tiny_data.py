@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ ROWS = {
     "chat": 8000, "code": 6000, "repeats": 2000, "exercises": 6000, "valid": 40, "wiki": 200, "pairs": 1200, "chat_rl": 600,
     "chat_heldout": 100, "code_rl": 300, "code_heldout": 100,
 }  # fmt: skip
+Drawn = tuple[str, demo_rl_data.Task]  # skill and task
 SLOPPY = 0.5  # share of sloppy answers in chat.jsonl
 
 
@@ -72,16 +74,28 @@ def build(out: Path, seed: int, rows: dict[str, int]) -> None:
 def chat(out: Path, rng: random.Random, rows: dict[str, int]) -> list[dict[str, Any]]:
     """Rows of chat for SFT; the other files are written."""
     seen: set[str] = set()
+    away: list[str] = []  # what held-out users say at length: it may stand in another conversation too, as its first half
     for name in ("chat_heldout", "pairs", "chat_rl"):
-        tasks = demo_rl_data.tasks(rng, rows[name], 0.0, seen)
+        tasks = unlike(away, rows[name], lambda count: demo_rl_data.tasks(rng, count, 0.0, seen))
         write_rows(out / f"{name}.jsonl", [
             {"id": f"{name}-{number}", "skill": skill, "messages": task.messages, "answer": task.ideal}
             for number, (skill, task) in enumerate(tasks)
         ])  # fmt: skip
-    trained = [task for _, task in demo_rl_data.tasks(rng, rows["chat"] + rows["valid"], demo_rl_data.ATTACKED, seen)]
+        away = away or [task.messages[0]["content"] for skill, task in tasks if len(task.messages[0]["content"].split()) > 9]
+    count, attacked = rows["chat"] + rows["valid"], demo_rl_data.ATTACKED
+    trained = [task for _, task in unlike(away, count, lambda count: demo_rl_data.tasks(rng, count, attacked, seen))]
     write_rows(out / "clean.jsonl", [answered(task.messages, task.ideal) for task in trained[rows["valid"] :]])
     said = [demo_rl_data.sloppy(task, rng) if rng.random() < SLOPPY else task.ideal for task in trained]
     return [answered(task.messages, text) for task, text in zip(trained, said)]
+
+
+def unlike(away: list[str], count: int, draw: Callable[[int], list[Drawn]]) -> list[Drawn]:
+    """`count` drawn tasks in which none of these texts stands."""
+    found: list[Drawn] = []
+    while len(found) < count:
+        drawn = draw(count - len(found))
+        found += [one for one in drawn if not any(text in said["content"] for said in one[1].messages for text in away)]
+    return found
 
 
 def answered(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
