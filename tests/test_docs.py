@@ -1,15 +1,18 @@
 """Documentation: every command it shows can be given, every example in it runs, every link leads somewhere."""
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.doc_commands import ROOT, blocks, check, commands_in, head_of
 
@@ -124,6 +127,39 @@ def headings(text: str) -> set[str]:
     """Anchors as hosts of Markdown make them."""
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_message_that_operations_quote_is_in_the_code():
+    """In its tables, the second column: `...` stands for what differs."""
+    said = "\n".join(texts_of_the_code())
+    rows = [line.split("|")[2] for line in (ROOT / "docs/operations.md").read_text().splitlines() if line.startswith("|")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row)]
+    assert len(quoted) > 30
+    lost = [text for text in quoted if not re.search("[^\n]*".join(map(re.escape, filter(None, text.split("...")))), said)]
+    assert not lost, "docs/operations.md quotes what the code does not say:\n" + "\n".join(lost)
+
+
+def texts_of_the_code() -> Iterator[str]:
+    """Every text of our modules in one line, ... for what is filled in."""
+    for path in [*ROOT.glob("megatron_nb/**/*.py"), *ROOT.glob("tools/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                yield "".join(parts).replace("\n", " ")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%[sdg]|%\.\df", "...", node.value.replace("\n", " "))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_are_of_the_language_they_say(page):
+    for info, lines in blocks((ROOT / page).read_text()):
+        text, language = "\n".join(line for _, line in lines), info.split()[0]
+        if language == "python":
+            ast.parse(text)
+        elif language == "yaml":
+            yaml.safe_load(text)
+        elif language == "jsonl":
+            assert all(isinstance(json.loads(line), dict) for line in text.splitlines())
 
 
 def test_every_page_is_in_the_index():
