@@ -25,7 +25,10 @@ COMMANDS += [one for head in HEADS for one in commands_in(head_of(ROOT / head), 
 INLINE = re.compile(r"(?<!`)`((?:make (?=[a-z])|pytest |python tools/|python -m megatron_nb\.(?:sandbox|search))[^`\n]*)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
-QUESTION = {"question": "Who wrote of Ada?", "answer": "Ben", "messages": [{"role": "user", "content": "Who wrote of Ada?"}]}
+ASKED = "Who knew Person 3?"
+QUESTION = {
+    "question": ASKED, "answer": "Person 4", "messages": [{"role": "user", "content": ASKED}], "path": [{"title": "Person 3"}],
+}  # fmt: skip
 HUMANEVAL = {
     "task_id": "HumanEval/0", "prompt": "def one():\n", "entry_point": "one", "canonical_solution": "    return 1\n",
     "test": "def check(candidate):\n    assert candidate() == 1\n",
@@ -64,7 +67,7 @@ def place(tmp_path_factory):
     step = here / "runs/RL_AGENTIC/checkpoints/step-00000010"
     step.mkdir(parents=True)
     (step / "COMPLETE").touch()
-    (here / "articles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ARTICLES))
+    (here / "people.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ARTICLES))
     (here / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
     (here / "ifeval_input_data.jsonl").write_text(json.dumps(IFEVAL) + "\n")
     for page in PAGES:
@@ -77,7 +80,7 @@ def place(tmp_path_factory):
     sys.path.insert(0, str(here))
     from megatron_nb.search.build import build
 
-    build(here / "articles.jsonl", here / "corpus")
+    build(here / "people.jsonl", here / "corpus")
     for name in CORPORA:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).symlink_to(here / "corpus")
