@@ -11,6 +11,7 @@ import pytest
 from megatron_nb.chain import links_of
 from tools import recipe_tiny, recipe_tiny_data, recipe_tiny_report
 from tools.demo_files import train_twin_tokenizer
+from tools.demo_search_start import write_start
 from tools.recipe_tiny_report import Change
 from tools.recipe_tiny_wiki import pages
 
@@ -81,6 +82,22 @@ def test_every_link_of_the_wiki_is_named_in_its_page_and_leads_to_a_page():
     titles = {row["title"] for row in found}
     assert len(titles) == 60 and found == pages(60, random.Random(3))
     assert all(link in titles and link in row["text"] and link != row["title"] for row in found for link in row["links"])
+
+
+def test_no_held_out_fact_stands_in_a_training_prompt(built):
+    facts = [row["messages"][0]["content"] for row in rows(built, "chat_heldout") if "Note: " in row["messages"][0]["content"]]
+    said = [one["content"] for name in ("chat", "chat_rl", "pairs") for row in rows(built, name) for one in row["messages"]]
+    assert facts and not [fact for fact in facts if any(fact in text for text in said)]
+
+
+def test_a_seed_gives_one_start_whose_written_heads_have_even_factors(built, tmp_path):
+    from safetensors.torch import load_file
+
+    write_start(tmp_path, built / "tokenizer", 1)
+    weights, again = (load_file(folder / "model.safetensors") for folder in (built / "start", tmp_path))
+    assert all((weight == again[name]).all() for name, weight in weights.items())
+    q, k = (weights[f"model.layers.1.self_attn.{name}_proj.weight"].abs() for name in "qk")
+    assert q.max() == pytest.approx(k.max().item(), rel=1e-5)
 
 
 # ------------------------------------------------------------------ chain
