@@ -46,7 +46,7 @@ from tools.demo_files import end_with
 from tools.recipe_tiny_report import Change, ask_both, changes_of, flat, improved, over_seeds, scores, table
 
 ROOT = Path(__file__).parents[1]
-FAST = {"train": 60, "heldout": 12, "limit": 40}  # most of words of that name with --fast
+FAST = {"train": 60, "rl": 16, "heldout": 12, "limit": 40}  # most of words of that name with --fast
 FAST_STEPS, FAST_SFT = 2, 80  # steps: a model that says nothing gives no pairs to prefer
 
 
