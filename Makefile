@@ -50,8 +50,8 @@ demo-search-seeds: setup  ## the same over three seeds, with the standard error 
 test: setup  ## all tests that need no GPU; prints what was skipped and why
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not slurm" -n 2 --dist loadfile --durations=10
 
-test-slurm: setup  ## stages, chains and disasters on a real Slurm of four virtual nodes; as root, minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slurm tests/slurm --durations=10
+test-slurm: setup  ## stages, chains and disasters on a real Slurm of four virtual nodes; as root, minutes; K= some of them
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slurm tests/slurm $(if $(K),-k "$(K)") --durations=10
 
 test-recipe: setup  ## the whole recipe in miniature, killed at ten random moments: the same weights in the end; minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m slow tests/jobs/test_cascade_kill.py

@@ -5,7 +5,7 @@
 
     1  wiki           index and graph of the sample that package gensim brings (106 articles)
     2  questions      synthesize_questions: chains of quotes with gaps over 1 and 2 links; held-out answers stand on pages that
-                      no training question asks for
+                      no other question asks for
     3  trajectories   synthesize_trajectories: an oracle walks the way with the real tools, and errs now and then; rules of
                       the critic drop its bad turns
     4  sft            a model of two million parameters, on flagged turns and on copying exercises (demo_search_data.py)
@@ -46,7 +46,7 @@ from tools.demo_search_start import POSITIONS, shape, write_start
 TOOLS = ("search", "find_in_page")
 SAYS = {"hits": 2, "snippet_tokens": 12, "context_words": 8, "matches": 2, "page_tokens": 96, "result_tokens": 128,
         "mark_matches": "true"}  # fmt: skip
-TURNS, TURN, PROMPT = 8, 64, 480  # of an episode at most, and tokens of a turn and of a prompt with its tools
+TURNS, TURN, PROMPT = 8, 112, 480  # of an episode at most, and tokens of a turn and of a prompt with its tools
 TEMPERATURE = 0.6  # of rollouts and of the trainer's log-probs: one wrong token of two hundred ends an episode
 
 
@@ -54,12 +54,12 @@ TEMPERATURE = 0.6  # of rollouts and of the trainer's log-probs: one wrong token
 class Size:
     """How much of everything; chosen so that a seed takes 20 minutes on two quiet cores."""
 
-    train: int = 500  # questions
+    train: int = 200  # questions that the oracle answers for SFT
+    rl: int = 400  # further ones
     heldout: int = 100
-    trajectories: int = 500  # questions that the oracle attempts; RL asks all of them
     exercises: int = 10000
-    exercise_share: float = 0.7  # of the draws of SFT
-    sft_steps: int = 1200  # of two packs of POSITIONS tokens
+    exercise_share: float = 0.75  # of the draws of SFT
+    sft_steps: int = 1000  # of two packs of POSITIONS tokens
     sft_lr: float = 5e-4  # 2e-3 spoils the heads of the start
     rl_steps: int = 40
     rl_batch: int = 8  # questions, 8 episodes of each
@@ -69,7 +69,7 @@ class Size:
 
 
 FAST = Size(
-    train=60, heldout=12, trajectories=40, exercises=200, sft_steps=30, rl_steps=2, rl_batch=2, samples=1, evaluations=1
+    train=40, rl=30, heldout=12, exercises=200, sft_steps=30, rl_steps=2, rl_batch=2, samples=1, evaluations=1
 )  # fmt: skip
 
 
@@ -91,9 +91,9 @@ class SearchDemo(Demo):
     def ask(self) -> None:
         size = self.size
         self.stage(("questions", "synthesize", [
-            "--config-name", "synthesize_questions", f"corpus={self.corpus}", f"train={size.train}", f"heldout={size.heldout}",
-            "walk.min_steps=1", "walk.max_steps=2", "walk.cutoff=none", "walk.min_degree=1", "writer.form=quotes",
-            "same_links=1", "apart=answer", "heldout_pages=0.3",
+            "--config-name", "synthesize_questions", f"corpus={self.corpus}", f"train={size.train}", f"rl={size.rl}",
+            f"heldout={size.heldout}", "walk.min_steps=1", "walk.max_steps=2", "walk.cutoff=none", "walk.min_degree=1",
+            "writer.form=quotes", "same_links=1", "apart=answer", "heldout_pages=0.3",
         ]))  # fmt: skip
 
     def make_data(self) -> None:
@@ -113,7 +113,7 @@ class SearchDemo(Demo):
     def teach(self) -> None:
         self.stage(("trajectories", "synthesize", [
             "--config-name", "synthesize_trajectories", f"questions={self.questions}/train.jsonl", "teacher.kind=oracle",
-            f"limit={self.size.trajectories}", "attempts=2", f"attempt.max_turns={TURNS}", f"tokenizer={self.tokenizer}",
+            "attempts=2", f"attempt.max_turns={TURNS}", f"tokenizer={self.tokenizer}",
             *self.tools("tools"),
         ]))  # fmt: skip
 
@@ -137,7 +137,7 @@ class SearchDemo(Demo):
         every = max(steps // size.evaluations, 1)
         self.stage((name, "rl", [
             "--config-name", "rl_agentic", *self.shape, "parallel=cpu2", "answers=episodes_short",
-            f"init_from={start}", f"prompts.sources.a.path={self.questions}/train.jsonl",
+            f"init_from={start}", f"prompts.sources.a.path={self.questions}/rl.jsonl",
             f"prompts.heldout.a.path={self.questions}/heldout.jsonl", f"prompts.heldout_limit={size.heldout}",
             f"prompts.max_tokens={PROMPT}", f"sampling.max_tokens={TURN}", f"sampling.temperature={TEMPERATURE}",
             "agent=keep_all", f"agent.max_turns={TURNS}",
