@@ -8,11 +8,18 @@ whose gate does not hold ends the chain (exit code 86). ledger.json tells what e
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import itertools
 import logging
+import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +31,7 @@ from megatron_nb.chain_check import Checked, changed_since, check_links, refuse
 from megatron_nb.config import ConfigError, job, to_yaml
 from megatron_nb.launch import slurm_job
 from megatron_nb.ledger import GATE_EXIT, GateShut, check_gate, write_chain, write_ledger
-from megatron_nb.run import run_folder
+from megatron_nb.run import Lock, run_folder
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +45,7 @@ def run_here(links: list[Link]) -> None:
             log.info("%s is done: %s", place, link.run)
         else:
             log.info("%s begins: %s", place, link.run)
+            refuse_queued([link])
             began = time.monotonic()
             code = processes.run(link.module, link.command, ranks_of(link))
             write_ledger(root)
@@ -45,6 +53,10 @@ def run_here(links: list[Link]) -> None:
                 log.error("%s ended with %d after %.0f s: see tools/status.py %s; the same command goes on", place, code,
                           time.monotonic() - began, root)  # fmt: skip
                 sys.exit(code if code > 0 else 128 - code)
+            if not link.done:
+                raise ConfigError(
+                    f"{link.name} ended well, but wrote no {link.run}/summary.json: do its words start it elsewhere?"
+                )
             log.info("%s is done in %.0f s", place, time.monotonic() - began)
         check_gate(root, link.name, link.gate)
 
@@ -62,6 +74,9 @@ def submit(links: list[Link], slurm_config: slurm.SlurmConfig) -> dict[str, str]
     """
     jobs: dict[str, str] = {}
     for link in links:
+        if not link.done and (known := slurm.running(link.run)) is not None and slurm.state(known) == "COMPLETING":
+            raise ConfigError(f"{link.name} is job {known}, which ends just now: give the same command again in a minute")
+    for link in links:
         if link.done:
             log.info("%s is done: %s", link.name, link.run)
             check_gate(link.run.parent, link.name, link.gate)
@@ -78,23 +93,56 @@ def submit(links: list[Link], slurm_config: slurm.SlurmConfig) -> dict[str, str]
 
 
 def cancel(links: list[Link]) -> None:
-    """Take the chain out of the queue, last stage first so that none starts in between."""
+    """Take the chain out of the queue, last stage first so that none starts in between. ConfigError without a queue."""
+    if not slurm.here():
+        raise ConfigError("action=cancel: there is no squeue on this machine: stop a chain that runs here by Ctrl-C")
+    jobs = {link.name: job_id for link in reversed(links) if (job_id := slurm.running(link.run)) is not None}
+    for name, job_id in jobs.items():
+        subprocess.run(["scancel", job_id])  # says by itself what it cannot do: a job may have ended by now
+        log.info("cancelled %s, job %s", name, job_id)
+    if not jobs:
+        log.info("no stage of this chain is in the queue")
+
+
+def move_aside(links: list[Link]) -> None:
+    """Rename the runs of these links, the last first: a kill in between leaves none whose sources are gone.
+
+    ConfigError or RunFolderError when one of them waits or runs.
+    """
+    refuse_queued(links)
+    for lock in (link.run / "lock" for link in links):
+        if lock.exists():
+            Lock(lock).release()
     for link in reversed(links):
-        job_id = slurm.running(link.run)
-        if job_id is not None:
-            subprocess.run(["scancel", job_id], check=True)
-            log.info("cancelled %s, job %s", link.name, job_id)
-
-
-def move_aside(links: list[Link], first: str) -> None:
-    """Rename the runs of `first` and of all behind it. ConfigError when one of them waits or runs."""
-    names = [link.name for link in links]
-    for link in links[names.index(first) :]:
-        if slurm.here() and (job_id := slurm.running(link.run)) is not None:
-            raise ConfigError(f"from_stage={first}: {link.name} is job {job_id}: action=cancel first")
         if link.run.exists():
-            number = 1 + len(list(link.run.parent.glob(f"{link.name}.before-*")))
-            link.run.rename(link.run.with_name(f"{link.name}.before-{number}"))
+            names = (link.run.with_name(f"{link.name}.before-{number}") for number in itertools.count(1))
+            aside = link.run.rename(next(name for name in names if not name.exists()))
+            log.warning("moved aside: %s", aside)
+    log.warning("to go on later leave from_stage out: with it everything from there on is made anew once more")
+
+
+def refuse_queued(links: list[Link]) -> None:
+    """ConfigError when a link waits or runs as a job of Slurm."""
+    for link in links:
+        if slurm.here() and (job_id := slurm.running(link.run)) is not None:
+            raise ConfigError(f"{link.name} is job {job_id}: action=cancel first")
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Holds the chain. ConfigError when another command has it; one that was killed holds nothing."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "chain.lock", "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process only: its stages do not inherit it
+        except OSError as error:
+            file.seek(0)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise ConfigError(f"{root} is the chain of {file.read()}, which is at work: wait for it, or stop it") from error
+            log.warning("%s: no locks on this file system (%s): two commands at once are not noticed", file.name, error)
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+        yield
 
 
 def describe(links: list[Link], checked: dict[str, Checked]) -> None:
@@ -134,18 +182,24 @@ def tell(root: Path) -> None:
 def run(config: CascadeConfig) -> None:
     """The chain to its end, or into the queue. ConfigError before any work; SystemExit with a stage's code; GateShut."""
     links, root = links_of(config), run_folder(config.runs_dir, config.name)
-    if config.from_stage:
-        move_aside(links, config.from_stage)
+    behind = links[[link.name for link in links].index(config.from_stage) :] if config.from_stage else []
+    for link in behind:
+        link.anew = True
     warn(links)
-    refuse(check_links(links))
-    write_chain(root, [link.known for link in links])
-    write_ledger(root)
-    if config.launch.kind == "slurm":
-        submit(links, config.launch.slurm)
-        print(f"see it: python tools/status.py {root}")
-        return
-    run_here(links)
-    tell(root)
+    refuse(links, check_links(links))
+    with alone(root):
+        if behind:
+            move_aside(behind)
+            for link in behind:
+                link.anew = False
+        write_chain(root, [link.known for link in links])
+        write_ledger(root)
+        if config.launch.kind == "slurm":
+            submit(links, config.launch.slurm)
+            print(f"see it: python tools/status.py {root}")
+            return
+        run_here(links)
+        tell(root)
 
 
 def warn(links: list[Link]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_nb import slurm
-from megatron_nb.config import ConfigError, compose, groups_in, is_group, schema_in
+from megatron_nb.config import STAGES, ConfigError, compose, groups_in, is_group, schema_in
 from megatron_nb.launch import LaunchConfig
-from megatron_nb.ledger import Gate, Known, LedgerConfig
+from megatron_nb.ledger import Gate, Known, LedgerConfig, summary_of
 from megatron_nb.run import run_folder
 from megatron_nb.schema import require_key
 
@@ -34,7 +34,11 @@ JOBS = {  # the schema that a stage file begins with -> its job
 }
 POLICIES = ("megatron_nb.sft", "megatron_nb.rl")  # jobs whose checkpoints are worth an evaluation
 CHAIN = "chain"  # {chain} in words: the folder of the chain itself
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # of a stage: a folder's, and a key's of the command line
 PLACE = re.compile(r"\{([A-Za-z_][\w.-]*)\}")  # braces of Hydra's mappings hold a colon
+SPAN = r"[^\s,:='\"\[\]{}()]*"
+VALUE = re.compile(rf"""'[^']*'|"[^"]*"|{SPAN}{PLACE.pattern}{SPAN}""")  # of a word: in quotes, or around a place
+PLAIN = re.compile(r"[A-Za-z0-9_./+@%-]*")  # what Hydra reads without quotes
 
 
 @dataclass
@@ -64,6 +68,8 @@ class CascadeConfig:
     def __post_init__(self):
         names = list(self.stages)
         for place, (name, stage) in enumerate(self.stages.items()):
+            if not NAME.fullmatch(name):
+                raise ValueError(f"stages.{name}: a stage's name must be made of letters, digits, _ and -, a letter first")
             if name == CHAIN or name.startswith("evaluate_"):
                 raise ValueError(f"stages.{name}: {CHAIN} and evaluate_... are names of the chain's own; take another")
             for other in filter(None, [stage.start_from, *stage.after]):
@@ -91,10 +97,11 @@ class Link:
     start_from: str | None = None
     gate: Gate | None = None
     evaluates: str | None = None  # a stage; "": the model before all
+    anew: bool = False  # made again, whatever lies there
 
     @property
     def done(self) -> bool:
-        return (self.run / "summary.json").exists()
+        return not self.anew and summary_of(self.run) is not None
 
     @property
     def known(self) -> Known:
@@ -115,8 +122,7 @@ def links_of(config: CascadeConfig) -> list[Link]:
             used.update(shared)
             own = [*link.words, *([f"init_from={{{link.start_from}}}"] if link.start_from else [])]
             read = [place for word in [*shared, *own] for place in PLACE.findall(word)]
-            told = [PLACE.sub(lambda place: str(folders[place[1]]), word) for word in [*shared, *own]]
-            told += [f"name={name}", f"runs_dir={root}"]
+            told = [placed(word, folders) for word in [*shared, *own]] + [f"name={name}", f"runs_dir={quoted(root)}"]
             waits_for = [other for other in dict.fromkeys([*read, *link.after]) if other != CHAIN]
             links.append(Link(
                 name, link.stage, module, compose(schema, link.stage, told), [f"--config-name={link.stage}", *told], folder,
@@ -124,11 +130,27 @@ def links_of(config: CascadeConfig) -> list[Link]:
             ))  # fmt: skip
         except (ValueError, KeyError) as error:
             what = f"no stage before it is named {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"stages.{name}: {what}") from error
+            raise ConfigError(f"{f'stages.{name}' if evaluates is None else f'ledger ({name})'}: {what}") from error
         folders[name] = folder
     if lost := [word for word in config.words if word not in used]:
         raise ConfigError(f"words: no stage of the chain knows {', '.join(lost)}")
     return links
+
+
+def placed(word: str, folders: dict[str, Path]) -> str:
+    """The word with folders in the places of their names. KeyError for a name that has none."""
+
+    def fill(value: re.Match) -> str:
+        filled = PLACE.sub(lambda place: str(folders[place[1]]), value[0])
+        return filled if value[0][0] in "'\"" else quoted(filled)
+
+    return VALUE.sub(fill, word)
+
+
+def quoted(value: Any) -> str:
+    """A value as Hydra reads it: not every folder is made of plain letters."""
+    text = str(value)
+    return text if PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def _planned(config: CascadeConfig) -> Iterator[tuple[str, StageConfig]]:
@@ -148,7 +170,7 @@ def _for_all(config: CascadeConfig) -> list[str]:
     launch, usual = config.launch, asdict(slurm.SlurmConfig())
     told = [f"launch={launch.kind}"]
     if launch.kind == "slurm":
-        told += [f"launch.slurm.{key}={value}" for key, value in asdict(launch.slurm).items()
+        told += [f"launch.slurm.{key}={quoted(value)}" for key, value in asdict(launch.slurm).items()
                  if value != usual[key] and key != "after"]  # fmt: skip
     elif launch.ranks:
         told += [f"launch.ranks={launch.ranks}"]
@@ -172,6 +194,8 @@ def _knows(schema: type, stage: str, word: str) -> bool:
 def job_of(stage: str) -> tuple[str, type]:
     """(module, schema) of a stage file."""
     name = schema_in(stage)
+    if name is None:
+        raise ConfigError(f"there is no stage file {stage!r} in {STAGES}, or it does not begin with a schema")
     if name not in JOBS:
         raise ConfigError(f"the stage file {stage!r} belongs to none of the jobs {', '.join(JOBS)}")
     module = importlib.import_module(JOBS[name])

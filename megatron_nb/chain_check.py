@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import io
 import logging
 import multiprocessing
+import os
 import re
+import signal
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from typing import Any
 from megatron_nb.chain import Link
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.launch import is_free
+from megatron_nb.processes import die_with
 
 # keys whose values are files and folders that a stage reads
 INPUTS = ("path", "checkpoint", "init_from", "corpus", "questions", "search", "tokenizer", "exclude")
@@ -40,9 +44,16 @@ def check_links(links: list[Link]) -> dict[str, Checked]:
     open_ = [link for link in links if not link.done]
     if not open_:
         return {}
-    with ProcessPoolExecutor(min(len(open_), 4), mp_context=multiprocessing.get_context("fork")) as pool:
+    fork, leave = multiprocessing.get_context("fork"), functools.partial(_leave_with, os.getpid())
+    with ProcessPoolExecutor(min(len(open_), 4), mp_context=fork, initializer=leave) as pool:
         told = list(pool.map(_dry_run, [link.module for link in open_], [link.config for link in open_]))
     return {link.name: _judged(link, links, *said) for link, said in zip(open_, told)}
+
+
+def _leave_with(parent: int) -> None:
+    """A pool's workers would wait for a killed parent's next word for ever; Ctrl-C is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
 
 
 def _dry_run(module: str, config: Any) -> tuple[str, str]:
@@ -97,12 +108,16 @@ def changed_since(link: Link) -> dict[str, tuple[Any, Any]]:
         then = from_yaml(link.run / "config.yaml", type(link.config))
     except (OSError, ValueError):  # an older version of this project wrote it, or none did
         return {}
-    return {key: pair for key, pair in diff(then, link.config).items() if not is_free(key)}
+    counts = ("num_steps",)  # a run may go on to more of them, but here nobody lets it
+    return {key: pair for key, pair in diff(then, link.config).items() if key in counts or not is_free(key)}
 
 
-def refuse(checked: dict[str, Checked]) -> None:
-    """ConfigError naming every stage that cannot run as things are."""
-    lines = []
+def refuse(links: list[Link], checked: dict[str, Checked]) -> None:
+    """ConfigError naming every stage that cannot run, or stay, as things are."""
+    lines, done = [], {link.name for link in links if link.done}
+    for link in links:
+        if link.name in done and (gone := [name for name in link.waits_for if name not in done]):
+            lines.append(f"  {link.name} is done, but {gone[0]}, which it is made from, is not: from_stage={gone[0]} does both")
     for name, found in checked.items():
         lines += [f"  {name}: {found.problem}"] if found.problem else []
         lines += [f"  {name}: {one} is not there" for one in found.missing]

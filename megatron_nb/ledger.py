@@ -49,9 +49,9 @@ class Gate:
         return f"{self.metric}{f' - {self.minus}' if self.minus else ''} {bound}"
 
     def value(self, summary: dict[str, float]) -> float | None:
-        """The number that is bounded; None when the summary lacks it."""
+        """The number that is bounded; None when the summary lacks it, or has something else there."""
         wanted = [self.metric, *([self.minus] if self.minus else [])]
-        if any(name not in summary for name in wanted):
+        if not _number(*(summary.get(name) for name in wanted)):
             return None
         return summary[self.metric] - (summary[self.minus] if self.minus else 0.0)
 
@@ -107,6 +107,18 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def summary_of(run: Path) -> dict[str, float] | None:
+    """What a stage that is done has come to. None before, and where only a part of its summary.json is there: not done.
+
+    OSError when there is one that cannot be read: nobody shall take its stage for one that is not done.
+    """
+    try:
+        found = json.loads((run / "summary.json").read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def gate_row(gate: Gate | None, summary: dict[str, float] | None) -> dict[str, Any] | None:
     """The gate as the ledger has it; value and passed are null before the stage is done."""
     if gate is None:
@@ -118,7 +130,7 @@ def gate_row(gate: Gate | None, summary: dict[str, float] | None) -> dict[str, A
 
 def check_gate(root: Path, name: str, gate: Gate | None) -> None:
     """GateShut when the stage is done and its gate does not hold."""
-    row = gate_row(gate, read_json(root / name / "summary.json"))
+    row = gate_row(gate, summary_of(root / name))
     if row is not None and row["passed"] is False:
         raise GateShut(
             f"{name} is done, but the chain must not go on: its gate is {row['told']}. See {root / name}; then run it anew "
@@ -138,7 +150,7 @@ def seconds_of(run: Path) -> float | None:
 
 def state_of(run: Path) -> str:
     """done | running | stopped | not started, by what lies in the run folder."""
-    if (run / "summary.json").exists():
+    if summary_of(run) is not None:
         return "done"
     with contextlib.suppress(OSError):
         if time.time() - (run / "lock").stat().st_mtime < STALE_S:
@@ -155,7 +167,7 @@ def rows_of(root: Path) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         if link.evaluates is not None:
             continue
         run = root / link.name
-        summary = read_json(run / "summary.json")
+        summary = summary_of(run)
         gate = gate_row(link.gate, summary)
         state = "gate shut" if gate and gate["passed"] is False else state_of(run)
         evaluation = evaluations.get(link.name)
@@ -200,12 +212,14 @@ def main() -> None:
         gates = {link.name: link.gate for link in read_chain(root)}
         if name is not None and name not in gates:
             raise ValueError(f"{root} has no stage {name!r}; it has {', '.join(gates)}")
+        if name is not None and summary_of(root / name) is None:
+            raise ValueError(f"{root / name} ended without its summary.json: the stage is not done")
         check_gate(root, name, gates[name]) if name else None
     except GateShut as shut:
         give_up(str(shut))  # a job of Slurm is not tried again
         print(f"error: {shut}", file=sys.stderr)
         sys.exit(GATE_EXIT)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a full disk too
         sys.exit(f"error: {error}")
 
 

@@ -158,13 +158,14 @@ def test_what_would_stop_a_later_stage_is_known_before_the_first(tmp_path):
         "wrong": StageConfig("sft", [*here, "data.sources.a.format=odd"]),
         "export": StageConfig("export_model", start_from="fine"),
     }
-    checked = check_links(links_of(chain(tmp_path, stages)))
+    links = links_of(chain(tmp_path, stages))
+    checked = check_links(links)
     assert "parameters" in checked["fine"].report and not checked["fine"].problem + "".join(checked["fine"].missing)
     assert checked["absent"].missing == [f"data.sources.a.path={tmp_path}/nothing.jsonl"]
     assert not checked["later"].missing and not checked["later"].problem
     assert checked["export"].later == ["fine"] and not checked["export"].problem
     with pytest.raises(ConfigError, match="(?s)none is begun.*absent: data.sources.a.path=.*wrong: .*format='odd'"):
-        refuse(checked)
+        refuse(links, checked)
 
 
 # ------------------------------------------------------------------ processes

@@ -1,48 +1,42 @@
-"""The whole recipe in miniature, killed at ten random moments: the same command ends with the bits of one never killed."""
+"""The whole recipe in miniature, killed ten times over all kinds of stages, ends with the bits of one that was never killed.
+
+Each kill waits for the links before its own to be done, and then for a random part of the time that its link takes.
+"""
 
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
+import yaml
 
-from megatron_nb.cascade import run_here
-from megatron_nb.chain import CascadeConfig, links_of
-from megatron_nb.ledger import write_chain
+from megatron_nb.chain import CascadeConfig, Link, links_of
 from megatron_nb.processes import die_with
 from megatron_nb.schema import build
 from tests.jobs.cascade_words import recipe, write_inputs
 from tests.jobs.test_resume_job import _content, _equal
 
-KILLS = 10
+ROOT, KILLS = Path(__file__).parents[2], 10
+WAYS = ("all die", "the chain dies", "the chain is asked to stop", "Ctrl-C twice")
 TEXTS = ("questions/questions/questions.jsonl", "trajectories/trajectories/trajectories.jsonl", "pairs/pairs/pairs.jsonl")
 
 
-def begin(links, log: Path) -> int:
-    """The group of a process that runs the chain."""
-    test, pid = os.getpid(), os.fork()
-    if pid == 0:
+def begin(folder: Path, name: str) -> subprocess.Popen:
+    """The command, as the leader of a group. Sums of several threads may come in another order, so each has one."""
+    command = [sys.executable, "-m", "megatron_nb.cascade", f"--config-dir={folder}", "--config-name=chain", f"name={name}"]
+    test, alone = os.getpid(), {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def first():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
         die_with(test)
-        os.setpgid(0, 0)
-        torch.set_num_threads(1)  # sums of several threads may come in another order
-        code = 1
-        try:
-            with log.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            run_here(links)
-            code = 0
-        except SystemExit as left:
-            code = left.code
-        finally:
-            os._exit(code)
-    os.setpgid(pid, pid)
-    return pid
+
+    with (folder / f"{name}.log").open("a") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=log, process_group=0, preexec_fn=first)
 
 
 def alive(group: int) -> bool:
@@ -57,50 +51,75 @@ def alive(group: int) -> bool:
     return False
 
 
-def ended(pid: int, within: float) -> int | None:
-    """The exit code of the chain, None when it has not ended in time."""
+def until_done(chain: subprocess.Popen, paths: list[Path], within: float) -> None:
+    """Returns when all paths are there, or the chain has ended."""
     end = time.monotonic() + within
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    return None
+    while chain.poll() is None and not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"{paths[-1]} was never written"
+        time.sleep(0.005)
+
+
+def kill(chain: subprocess.Popen, way: str) -> None:
+    """Returns when nothing of the chain is left: what it began saves and leaves."""
+    if way == "all die":
+        os.killpg(chain.pid, signal.SIGKILL)
+    elif way == "Ctrl-C twice":  # a terminal tells the whole group
+        os.killpg(chain.pid, signal.SIGINT)
+        time.sleep(0.3)
+        os.killpg(chain.pid, signal.SIGINT)
+    else:
+        chain.send_signal(signal.SIGKILL if way == "the chain dies" else signal.SIGTERM)
+    chain.wait(600)
+    end = time.monotonic() + 600
+    while alive(chain.pid):
+        assert time.monotonic() < end, f"a stage outlived its chain: {way}"
+        time.sleep(0.1)
+
+
+def moments(links: list[Link], draw: random.Random) -> list[int]:
+    """The links to be killed in: one of every job, others until there are ten, in the order of the chain."""
+    by_job: dict[str, list[int]] = {}
+    for place, link in enumerate(links):
+        by_job.setdefault(link.module, []).append(place)
+    chosen = [draw.choice(places) for places in by_job.values()]
+    rest = [place for place in range(len(links)) if place not in chosen]
+    return sorted([*chosen, *draw.sample(rest, KILLS - len(chosen))])
+
+
+def seconds_of(links: list[Link]) -> list[float]:
+    """What each link of a chain took, from the end of the one before."""
+    files = [links[0].run.parent / "chain.json", *(link.run / "summary.json" for link in links)]
+    ends = [file.stat().st_mtime for file in files]
+    return [after - before for before, after in zip(ends, ends[1:])]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # three minutes on a quiet machine
-def test_a_recipe_killed_at_ten_random_moments_ends_with_the_same_weights(tmp_path):
+@pytest.mark.timeout(7200)  # eight minutes on a quiet machine
+def test_a_recipe_killed_ten_times_ends_with_the_same_weights(tmp_path):
     write_inputs(tmp_path)
-    chains = {}
-    for name in ("whole", "killed"):
-        links = links_of(build(CascadeConfig, {"name": name, "runs_dir": str(tmp_path / "runs"), **recipe(tmp_path)}))
-        write_chain(tmp_path / "runs" / name, [link.known for link in links])
-        chains[name] = links
-    began = time.monotonic()
-    assert ended(begin(chains["whole"], tmp_path / "whole.log"), 1800) == 0, (tmp_path / "whole.log").read_text()[-3000:]
-    whole_s = time.monotonic() - began
+    told = {"runs_dir": str(tmp_path / "runs"), **recipe(tmp_path)}
+    (tmp_path / "chain.yaml").write_text(yaml.safe_dump(
+        {"defaults": ["CascadeConfig", {"launch": "local"}, "_self_"], **told}, sort_keys=False
+    ))  # fmt: skip
+    chains = {name: links_of(build(CascadeConfig, {"name": name, **told})) for name in ("whole", "killed")}
 
-    draw, ways = random.Random(7), []
-    for _ in range(KILLS):
-        pid = begin(chains["killed"], tmp_path / "killed.log")
-        code = ended(pid, draw.uniform(0, 2 * whole_s / KILLS))
-        if code is not None:
-            assert code == 0, (tmp_path / "killed.log").read_text()[-3000:]
-            break
-        way = draw.choice(["all die", "the chain dies", "the chain is asked to stop"])
-        ways.append((sum(link.done for link in chains["killed"]), way))
-        if way == "all die":
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGKILL if way == "the chain dies" else signal.SIGTERM)
-        os.waitpid(pid, 0)
-        end = time.monotonic() + 300
-        while alive(pid):  # what it began saves and leaves
-            assert time.monotonic() < end, "a stage outlived its chain"
-            time.sleep(0.1)
-    print(f"whole in {whole_s:.0f} s; killed after so many links: {ways}", file=sys.stderr)
-    assert ended(begin(chains["killed"], tmp_path / "killed.log"), 1800) == 0, (tmp_path / "killed.log").read_text()[-3000:]
+    def ends_well(name: str) -> None:
+        assert begin(tmp_path, name).wait(3000) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+
+    ends_well("whole")
+    took = seconds_of(chains["whole"])
+    draw, links, hit = random.Random(7), chains["killed"], []
+    for place in moments(links, draw):
+        chain, way = begin(tmp_path, "killed"), WAYS[len(hit) % len(WAYS)]
+        until_done(chain, [links[0].run.parent / "chain.json", *(link.run / "summary.json" for link in links[:place])], 1800)
+        time.sleep(draw.uniform(0, 0.6) * took[place])
+        assert chain.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]
+        hit.append((next(link.name for link in links if not link.done), way))
+        kill(chain, way)
+    print(f"seconds of each link: {[round(one, 1) for one in took]}; killed in: {hit}", file=sys.stderr)
+    modules = {link.name: link.module for link in links}
+    assert {modules[name] for name, _ in hit} == set(modules.values()), f"a kind of stage was not killed: {hit}"
+    ends_well("killed")
 
     whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     for link in chains["whole"]:
@@ -115,4 +134,3 @@ def test_a_recipe_killed_at_ten_random_moments_ends_with_the_same_weights(tmp_pa
     model = "export/model/model.safetensors"
     assert (whole / model).read_bytes() == (killed / model).read_bytes()
     assert json.loads((killed / "ledger.json").read_text())["stages"][-1]["state"] == "done"
-    assert len(ways) >= 5, "the chain was too fast to be killed often"
