@@ -75,7 +75,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def work_of(options: argparse.Namespace) -> tuple[Work, Rollouts | None]:
     """What a step holds. ValueError for sizes that cannot be."""
-    counts = ("context", "gpus", "global_batch", "document", "prompts", "group", "prompt_tokens", "answer_tokens", "show")
+    counts = ("context", "gpus", "global_batch", "document", "prompts", "group", "prompt_tokens", "answer_tokens",
+              "max_answer", "engine_tensor", "show")  # fmt: skip
     for name in counts:
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -34,6 +34,8 @@ class Rollouts:
             raise ValueError(f"--engine {self.engine}: must be native or server")
         if self.answer_tokens > self.longest:
             raise ValueError(f"--answer-tokens {self.answer_tokens} must be at most --max-answer {self.longest}")
+        if self.staleness < 0:
+            raise ValueError(f"--staleness {self.staleness} must not be negative")
         if self.engine == "native" and (self.staleness or self.engine_gpus):
             raise ValueError("--staleness and --engine-gpus need --engine server: ranks cannot sample while they train")
         if self.engine == "server" and self.engine_gpus < self.engine_tensor:
@@ -71,6 +73,8 @@ def plan_rollouts(model: ModelConfig, batch: Rollouts, training: Candidate, gpus
     c = constants("rollout", "all")
     own = batch.engine == "server"
     replicas = (batch.engine_gpus if own else gpus) // batch.engine_tensor
+    if not replicas:
+        raise ValueError(f"--engine-tensor {batch.engine_tensor} must be at most --gpus {gpus}: an engine spans so many")
     held = training.memory.weights + training.memory.gradients + training.memory.optimizer
     room = device.memory_gb * 1e9 * c["memory_fraction"] - weight_bytes(model) / batch.engine_tensor - (0 if own else held)
     per_token = cache_bytes_per_token(model) / batch.engine_tensor

@@ -232,8 +232,7 @@ class Clock:
     # ------------------------------------------------------------------ a step
     def micro_batches(self) -> int:
         needed = math.ceil(self.work.global_batch / (self.data * self.work.micro_batch))
-        multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        return math.ceil(needed / multiple) * multiple
+        return math.ceil(needed / self.layout.pipeline) * self.layout.pipeline  # as the jobs fill up a step
 
     def stage_parameters(self) -> float:
         from megatron_nb.training.memory import stage_parameters

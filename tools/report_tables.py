@@ -102,8 +102,8 @@ def evaluations(runs: list[RunRead], base: dict[str, dict[str, float]] | None) -
     """What the ledger's evaluations, or the runs' own results, say; None where there is none. base: of the model before all."""
     asked = {run.evaluates: run.results for run in runs if run.evaluates is not None}
     stages = [run for run in runs if run.evaluates is None]
-    columns = {BEFORE: base or asked.get("") or {}}
-    columns |= {run.name: run.ledger.get("evaluation") or asked.get(run.name) or run.results for run in stages}
+    columns = {BEFORE: asked.get("") or base or {}}  # the folder's results are newer than the ledger's, or the same
+    columns |= {run.name: asked.get(run.name) or run.ledger.get("evaluation") or run.results for run in stages}
     columns = {name: results for name, results in columns.items() if results}
     if not columns:
         return None

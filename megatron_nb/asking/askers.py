@@ -130,21 +130,26 @@ def _sent(message: dict[str, Any]) -> dict[str, Any]:
     """A message as servers want it: the arguments of calls are text there."""
     if not message.get("tool_calls"):
         return message
-    calls = [
-        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
-        for call in message["tool_calls"]
-    ]
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": _utf8(arguments)}})
     return message | {"tool_calls": calls}
+
+
+def _utf8(text: str) -> str:
+    """Half of a surrogate pair, which JSON can name, becomes a question mark: it could be neither sent nor written."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _read(reply: dict[str, Any]) -> Answer:
     choice = reply["choices"][0]
-    said = text = choice["message"].get("content") or ""
-    if thought := choice["message"].get("reasoning_content"):
+    said = text = _utf8(choice["message"].get("content") or "")
+    if thought := _utf8(choice["message"].get("reasoning_content") or ""):
         text = f"<think>\n{thought}\n</think>\n\n{text}"
     used = reply.get("usage") or {}
     whole = choice.get("finish_reason") != "length"
-    answer = Answer(text, whole, used.get("completion_tokens", 0), used.get("prompt_tokens", 0))
+    answer = Answer(text, whole, used.get("completion_tokens") or 0, used.get("prompt_tokens") or 0)
     for number, call in enumerate(choice["message"].get("tool_calls") or []):
         name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
         try:

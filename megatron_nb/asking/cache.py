@@ -37,5 +37,5 @@ class CachedAsker:
             return Answer(**row | {"calls": [Call(**call) for call in row["calls"]]})
         answer = await self.asker.ask(conversation, name, seed, sampling)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, json.dumps(dataclasses.asdict(answer), ensure_ascii=False))
+        write_atomic(file, json.dumps(dataclasses.asdict(answer)))
         return answer

@@ -27,7 +27,7 @@ VERDICTS = {  # how the first answer did, and how much it counts
 STYLE = ("length", "headers", "lists", "bold")
 COUNTED = {
     "headers": re.compile(r"^#{1,6}\s", re.MULTILINE),
-    "lists": re.compile(r"^\s*(?:[-*+]|\d+[.)])\s", re.MULTILINE),
+    "lists": re.compile(r"^[^\S\n]*(?:[-*+]|\d+[.)])\s", re.MULTILINE),
     "bold": re.compile(r"\*\*[^*\n]+\*\*|__[^_\n]+__"),
 }
 CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)

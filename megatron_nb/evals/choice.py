@@ -28,10 +28,10 @@ REFERS = re.compile(
     r"\b(all|none|both|neither|either|any|two|some) of (the |these|those)|\b(above|below)\b|\b[A-J] (and|or|nor) [A-J]\b", re.I
 )
 SAID = (  # where an answer stands, the surest first; the last one said counts
-    r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\b",
-    r"(?i:answer)(?i:\s+is\s*:?|\s*[:=])[*_(\[\s]*(?i:option\s+)?([A-Z])\b(?!')",
-    r"^[\s*_(\[]*([A-Z])[\s*_)\].:]*$",
-    r"(?i:option|choice)\s+[*_(\[]*([A-Z])\b(?!')",
+    r"\\boxed\{\s*(?:\\\w+\{)?\s*\(?([A-Z])\b",
+    r"(?i:answer)[*_]*(?i:\s+is\s*:?|\s*[:=\uff1a])(?:\\\w+\{|[*_(\[\s$`\"<])*(?i:option\s+)?([A-Z])\b(?!')",
+    r"^[ \t*_(\[]*([A-Z])[ \t*_)\].:]*\r?$",  # no \s: thousands of empty lines would take minutes
+    r"(?i:option|choice)\s+(?:is:?\s+)?[*_(\[]*([A-Z])\b(?!')",
 )
 
 
@@ -132,10 +132,10 @@ def _place(right: Any, options: list[str], labels: Sequence[str]) -> int | None:
     if isinstance(right, int) and not isinstance(right, bool):
         return right if 0 <= right < len(options) else None
     told = str(right).strip()
+    if told in list(labels)[: len(options)]:  # before the texts: options may be letters or numbers themselves
+        return list(labels).index(told)
     if told in options:
         return options.index(told)
-    if told in list(labels)[: len(options)]:
-        return list(labels).index(told)
     return int(told) if told.isdigit() and int(told) < len(options) else None
 
 

@@ -57,6 +57,7 @@ class Code(Task):
     """See the head of the file. metrics: pass@k, pass_rate, by difficulty where the rows have it, and of a contest."""
 
     Config: ClassVar[type[TaskConfig]] = CodeConfig
+    told_by = ("k",)
     headline = "pass@1"  # the mean over all samples is its unbiased estimate
 
     def __init__(self, name: str, config: CodeConfig, sampling: Any):

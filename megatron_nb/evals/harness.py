@@ -18,12 +18,12 @@ from typing import Any
 
 from megatron_nb.asking.askers import Asker, TooLong
 from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
-from megatron_nb.evals.overlap import find_overlaps, stages_in
+from megatron_nb.evals.overlap import files_of, find_overlaps, stages_in
 from megatron_nb.evals.task import Item, Outcome, Task
 from megatron_nb.run import write_atomic
 from megatron_nb.schema import flatten
 
-FREE = ("samples", "limit")  # settings that change which attempts there are, not what comes of one
+FREE = ("samples", "limit")  # settings that change which attempts there are, not what comes of one; Task.told_by: of a task
 GIVE_UP = 32  # attempts in a row without an answer: the model is not there
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Attempts:
         self.ledgers: dict[str, Ledger] = {}
         self._digests = {task.name: {item.id: digest_of(item) for item in items[task.name]} for task in tasks}
         for task in tasks:
-            settings = {key: value for key, value in flatten(task.config).items() if key not in FREE}
+            settings = {key: value for key, value in flatten(task.config).items() if key not in (*FREE, *task.told_by)}
             name = ledger_name(task.name, model, settings, dataclasses.astuple(task.sampling))
             self.ledgers[task.name] = Ledger(folder / "parts", name, rank)
         self._invalid: dict[tuple[str, str], Outcome] = {}  # not on disk: asked for again by the next run
@@ -107,7 +107,8 @@ class Attempts:
         """The files that people and reports read."""
         for name, rows in outcomes.items():
             lines = (json.dumps(dataclasses.asdict(row), ensure_ascii=False) for row in rows)
-            write_atomic(self.folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
+            text = "".join(f"{line}\n" for line in lines)
+            write_atomic(self.folder / f"{name}.jsonl", text.encode("utf-8", "replace"))  # calls may hold half a surrogate pair
 
     def close(self) -> None:
         for ledger in self.ledgers.values():
@@ -184,7 +185,11 @@ def read_excluded(path: str | None, items: dict[str, list[Item]]) -> dict[str, s
         if not stages:
             log.warning("exclude=%s: no run there says what it was trained on, so nothing is excluded", path)
             return {}
-        find_overlaps(file, stages, items)
+        if not files_of(stages)[0]:
+            log.warning("exclude=%s: none of the training rows that its runs name is there, so nothing is excluded", path)
+            return {}
+        for text in find_overlaps(file, stages, items)["missing"]:
+            log.warning("exclude=%s: not looked through, so what it held counts as not seen: %s", path, text)
         file = file / "overlap.json"
     try:
         found = json.loads(file.read_text())

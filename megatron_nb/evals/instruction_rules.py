@@ -98,7 +98,7 @@ def postscript(text: str, s: Settings) -> bool:
 
 
 def number_bullet_lists(text: str, s: Settings) -> bool:
-    stars, dashes = (re.findall(pattern, text, re.MULTILINE) for pattern in (r"^\s*\*[^\*].*$", r"^\s*-.*$"))
+    stars, dashes = (re.findall(pattern, text, re.MULTILINE) for pattern in (r"^[^\S\n]*\*[^\*].*$", r"^[^\S\n]*-.*$"))
     return len(stars) + len(dashes) == s["num_bullets"]
 
 

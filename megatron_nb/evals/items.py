@@ -38,7 +38,8 @@ def messages_of(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     asked = row.get(name) if name else None
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
-    if isinstance(asked, list) and all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in asked):
+    if isinstance(asked, list) and all(isinstance(one, dict) and isinstance(one.get("content"), str)
+                                       and isinstance(one.get("role"), str) for one in asked):  # fmt: skip
         while len(asked) > 1 and asked[-1].get("role") != "user":
             asked = asked[:-1]
         return asked

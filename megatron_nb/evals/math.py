@@ -81,10 +81,13 @@ class Math(Task):
 
 
 def majority(votes: list[tuple[str, float]]) -> float:
-    """How right the answer with the most votes is; the mean over those that share the first place. No answer is no vote."""
-    counts: dict[str, list[float]] = {}
+    """How right the answer with the most votes is; the mean over those that share the first place. No answer is no vote.
+
+    All that are right are one answer, however they are spelled: sqrt(8) and 2 sqrt(2) vote together.
+    """
+    counts: dict[str | float, list[float]] = {}
     for said, score in votes:
         if said:
-            counts.setdefault(said, []).append(score)
+            counts.setdefault(score if score == 1 else said, []).append(score)
     most = max(map(len, counts.values()), default=0)
     return float(np.mean([np.mean(its) for its in counts.values() if len(its) == most])) if counts else 0.0

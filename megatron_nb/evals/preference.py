@@ -77,6 +77,7 @@ class Preference(Task):
 
     Config = PreferenceConfig
     headline = "win_rate"
+    told_by = ("style", "rounds")
 
     def __init__(self, *given: Any):
         super().__init__(*given)

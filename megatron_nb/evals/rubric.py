@@ -91,10 +91,13 @@ class Rubric(Task):
     def summarise(self, outcomes: list[Outcome]) -> dict[str, float]:
         if not self._axis:
             self.read()
-        valid = [(self._axis.get(outcome.item, ""), outcome.score) for outcome in outcomes if outcome.score is not None]
-        if not valid:
+        scores: dict[str, list[float]] = {}  # of a dialogue: what is drawn are dialogues, not attempts at them
+        for outcome in outcomes:
+            if outcome.score is not None:
+                scores.setdefault(outcome.item, []).append(outcome.score)
+        if not scores:
             return {}
-        rows = np.array(valid, dtype=object)
+        rows = np.array([(self._axis.get(item, ""), float(np.mean(its))) for item, its in scores.items()], dtype=object)
         low, high = bootstrap(rows, _mean_of_axes, seed=self.config.seed)
         told = {"mean_of_axes": _mean_of_axes(rows), "mean_of_axes_low": low, "mean_of_axes_high": high}
         return told | {f"axis_{axis}": score for axis, score in _axes(rows).items() if axis}

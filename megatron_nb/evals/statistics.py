@@ -35,22 +35,27 @@ def mean_with_bounds(name: str, by_item: Sequence[Sequence[float]]) -> dict[str,
     """NAME, NAME_low, NAME_high: the mean over items of their attempts' means, with 95 % bounds; {} for no item.
 
     With one attempt of 0 or 1 each it is Wilson's interval; else 1.96 standard errors over the items, which are what is drawn
-    (attempts at one item are not independent; arXiv 2411.00640).
+    (attempts at one item are not independent; arXiv 2411.00640). Where the items do not differ, a standard error of 0 would
+    promise certainty: values within 0..1 then have Wilson's interval, which is at least as wide, others have no bounds.
     """
     if not by_item:
         return {}
     means = np.array([np.mean(its) for its in by_item])
     mean = float(means.mean())
-    if all(len(its) == 1 and its[0] in (0, 1) for its in by_item):
-        low, high = wilson(int(means.sum()), len(means))
+    share = bool(means.min() >= 0 and means.max() <= 1)
+    if share and (means.min() == means.max() or all(len(its) == 1 and its[0] in (0, 1) for its in by_item)):
+        low, high = wilson(float(means.sum()), len(means))
+    elif means.min() == means.max():
+        return {name: mean}
     else:
-        error = Z95 * float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.inf
-        spread = error if math.isfinite(error) else 0.0
-        low, high = mean - spread, mean + spread
+        error = Z95 * float(means.std(ddof=1)) / math.sqrt(len(means))
+        low, high = mean - error, mean + error
+        if share:
+            low, high = max(low, 0.0), min(high, 1.0)
     return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
-def wilson(right: int, total: int) -> tuple[float, float]:
+def wilson(right: float, total: int) -> tuple[float, float]:
     """95 % bounds of a share (Wilson 1927)."""
     share, z2 = right / total, Z95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)

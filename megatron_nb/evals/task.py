@@ -21,6 +21,8 @@ from megatron_nb.rewards.text import repeated_share
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.turn import seed_of
 
+NOTHING = {"too_long": 0.0}  # what a part counts that an outcome of this status lacks: as much as its score
+
 
 @dataclass
 class TaskConfig:
@@ -114,6 +116,7 @@ class Task:
 
     Config: ClassVar[type[TaskConfig]] = TaskConfig
     headline: ClassVar[str] = "score"  # the metric that tables show first
+    told_by: ClassVar[tuple[str, ...]] = ()  # settings of its own that change what `summarise` tells, and no attempt
 
     def __init__(self, name: str, config: TaskConfig, sampling: Sampling):
         """sampling: the job's; what the task's configuration sets goes before it. ValueError for what cannot be run."""
@@ -187,7 +190,7 @@ class Task:
         told = mean_with_bounds(self.headline, by_item(outcomes))
         names = dict.fromkeys(name for outcome in outcomes for name in outcome.parts if name != "repetition")
         for name in names:
-            values = by_item(outcomes, lambda outcome, name=name: outcome.parts.get(name))
+            values = by_item(outcomes, lambda one, name=name: one.parts.get(name, NOTHING.get(one.status)))
             told |= {name: float(np.mean([np.mean(its) for its in values]))} if values else {}
         return told
 

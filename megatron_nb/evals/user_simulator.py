@@ -106,11 +106,11 @@ class UserSimulator(Task):
 
     def read(self) -> Sequence[Item]:
         folder = Path(self.config.path).expanduser()
-        policy, tools, begin = _file(folder / "policy.md"), _file(folder / "tools.json"), _file(folder / "db.json")
-        offered, scenario = schemas.tools(json.loads(tools)), json.loads(begin)
+        policy, tools, scenario = _file(folder / "policy.md"), _json(folder / "tools.json"), _json(folder / "db.json")
+        offered = schemas.tools(tools)
         system = [{"role": "system", "content": self.config.system or AGENT + policy}]
         return [
-            Item(str(row["id"]), system, _gold(where, row, scenario), offered)
+            Item(_id(where, row), system, _gold(where, row, scenario), offered)
             for where, raw in raw_rows(folder / "tasks.json") for row in [decode(where, raw)]
         ]  # fmt: skip
 
@@ -179,6 +179,12 @@ class UserSimulator(Task):
         return told
 
 
+def _id(where: str, row: dict[str, Any]) -> str:
+    if row.get("id") in (None, ""):
+        raise BadRow.at(where, f"found {', '.join(row)}", "a task has an id", REMEDY)
+    return str(row["id"])
+
+
 def _gold(where: str, row: dict[str, Any], scenario: dict[str, Any]) -> dict[str, Any]:
     """What a task's attempts need. Raises BadRow."""
     try:
@@ -216,3 +222,11 @@ def _file(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: a domain's folder has tasks.json, policy.md, db.json and tools.json")
     return path.read_text()
+
+
+def _json(path: Path) -> Any:
+    text = _file(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): mend the file") from error

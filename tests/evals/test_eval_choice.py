@@ -3,12 +3,15 @@
 import asyncio
 import json
 import re
+import time
 
 import pytest
 
 from megatron_nb.data.rows import BadRow
+from megatron_nb.evals.arena import style_of
 from megatron_nb.evals.choice import letter_of, read_choice
 from megatron_nb.evals.harness import attempt
+from megatron_nb.evals.instruction_rules import follows
 from megatron_nb.evals.kinds import make_task
 from megatron_nb.rollout.engine import Sampling
 from tests.evals.scripted_asker import ScriptedAsker
@@ -30,6 +33,20 @@ OPTIONS = ["red", "green", "blue", "grey"]
 )  # fmt: skip
 def test_every_form_of_a_row_is_read(row):
     assert read_choice(row, "f:1") == ("q", OPTIONS, 2)
+
+
+def test_thousands_of_empty_lines_are_read_in_no_time():
+    text, began = "x" + "\n" * 20_000 + "y", time.process_time()
+    assert letter_of(text, OPTIONS) == "" and style_of(text)["lists"] == 0
+    assert not follows("detectable_format:number_bullet_lists", text, {"num_bullets": 1})
+    assert time.process_time() - began < 0.5
+
+
+def test_a_label_names_its_place_also_where_options_are_letters_or_numbers():
+    numbers = {"question": "q", "choices": {"text": ["3", "1", "2"], "label": ["1", "2", "3"]}, "answerKey": "3"}
+    assert read_choice(numbers, "f:1")[2] == 2
+    assert read_choice({"question": "q", "choices": ["AB", "B", "A", "0"], "answer": "A"}, "f:1")[2] == 0
+    assert read_choice({"question": "q", "choices": ["7", "1", "2"], "answer": "1"}, "f:1")[2] == 1  # a text before a place
 
 
 def test_gpqa_is_read_with_its_right_answer_first():
@@ -54,6 +71,9 @@ def test_rows_of_another_form_are_refused_with_their_place(row):
         ("Answer: C", "C"), ("The answer is (B).", "B"), ("**Answer:** D", "D"), ("Answer: A. No, wait.\nAnswer: B", "B"),
         ("answer is B, because option C is wrong.", "B"), (r"Therefore \boxed{C}.", "C"), (r"\boxed{\text{B}}", "B"),
         ("Option A is wrong.\n\nC", "C"), ("I choose option D", "D"), ("The answer is a hard one.", ""), ("Answer: E", ""),
+        ("**Answer**: B", "B"), ("Answer: $B$", "B"), ("Answer: `B`", "B"), (r"\boxed{\textbf{B}}", "B"),
+        ("Answer\uff1aB", "B"), (r"Answer: \text{B}", "B"), ("The correct option is B.", "B"), ('Answer: "B"', "B"),
+        ("The answer is *a* word.", ""),
         ("blue", "C"), ("", ""), ("It must be\n**blue**.", "C"), ("A man walks in.", ""),
     ],
 )  # fmt: skip

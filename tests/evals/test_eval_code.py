@@ -84,6 +84,7 @@ GIVEN = {"function": "f", "starter": "import math\n\ndef f(x):\n    "}
     [
         ("```python\nprint(1)\n```", {}, "print(1)\n"),
         ("```\nprint(1)\n```\nOr rather:\n```python\nprint(2)\n```", {}, "print(2)\n"),
+        ("```python\nprint(1)\n```\nOr rather:\n```python\nprint(2)\n```", {}, "print(2)\n"),
         ("```python\nprint(1)\n```\nOutput:\n```\n1\n```", {}, "print(1)\n"),
         ("<think>```python\nprint(0)\n```</think>print(3)", {}, "print(3)"),
         ("I do not know.", {}, ""),
@@ -94,7 +95,7 @@ GIVEN = {"function": "f", "starter": "import math\n\ndef f(x):\n    "}
          {"function": "f", "starter": "class Solution:\n    def f(self) -> int:\n        "},
          "class Solution:\n    def f(self):\n        return 1\n"),
     ],
-    ids=["block", "last", "output", "thinking", "prose", "cut off", "imports", "goes on", "method"],
+    ids=["block", "tagged", "last", "output", "thinking", "prose", "cut off", "imports", "goes on", "method"],
 )  # fmt: skip
 def test_the_program_of_an_answer(text, gold, program):
     found = program_of(text, gold)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nb.asking.askers import Answer, TooLong
+from megatron_nb.asking.askers import Answer, TooLong, _read
 from megatron_nb.asking.cache import CachedAsker
+from megatron_nb.evals.code import Code
 from megatron_nb.evals.harness import GIVE_UP, Attempts, measure, read_excluded, table
 from megatron_nb.evals.kinds import make_task
+from megatron_nb.evals.preference import Preference
 from megatron_nb.evals.task import Item, Outcome, Task, Verdict, by_item, repetition
 from megatron_nb.records import Conversation
 from megatron_nb.rollout.engine import Sampling
@@ -99,6 +101,43 @@ def test_more_samples_ask_only_for_the_new_ones_and_another_model_for_all(tmp_pa
         asker = Speaker()
         run(tmp_path, asker, even(**settings), model)
         assert len(asker.names) == asked, settings
+
+
+def test_a_setting_that_changes_what_is_told_asks_for_nothing(tmp_path, monkeypatch):
+    run(tmp_path, Speaker(), even(system="a"))
+    monkeypatch.setattr(Even, "told_by", ("system",))
+    for system in ("b", "c"):
+        asker = Speaker()
+        run(tmp_path, asker, even(system=system))
+        assert len(asker.names) == (20 if system == "b" else 0)
+    assert "k" in Code.told_by and {"style", "rounds"} == set(Preference.told_by)
+
+
+def test_a_prompt_that_does_not_fit_counts_in_the_parts_as_in_the_score():
+    outcomes = [Outcome("1", 0, 1.0, "done", {"size": 4.0}), Outcome("2", 0, 0.0, "too_long"), Outcome("3", 0, None, "invalid")]
+    assert even().summarise(outcomes)["size"] == 2.0
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_written(tmp_path):
+    row = Outcome("1", 0, 1.0, "done", answer="\ud83d", messages=[{"content": "\ud83d"}])
+    attempts = Attempts(tmp_path, [even()], {"even": even().items()}, "m", 0)
+    attempts.write({"even": [row]})
+    assert json.loads((tmp_path / "even.jsonl").read_text())["answer"] == "?"
+    reply = {"choices": [{"message": {"content": "a\ud83d", "reasoning_content": "\udc00"}}], "usage": {"prompt_tokens": None}}
+    answer = _read(reply)
+    assert answer.text == "<think>\n?\n</think>\n\na?" and answer.prompt_tokens == 0
+
+
+def test_an_excluding_folder_whose_rows_are_gone_excludes_nothing_and_says_so(tmp_path, caplog):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").write_text("data: {sources: {a: {path: /nowhere/a.jsonl}}}")
+    assert read_excluded(str(tmp_path), {"even": even().items()}) == {}
+    assert "nothing is excluded" in caplog.text
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "rows.jsonl").write_text('{"prompt": "3"}\n')
+    (tmp_path / "rl" / "config.yaml").write_text(f"prompts: {{sources: {{b: {{path: {tmp_path}/rl/rows.jsonl}}}}}}")
+    assert read_excluded(str(tmp_path), {"even": even().items()}) == {"even": {"3"}}
+    assert "/nowhere/a.jsonl" in caplog.text
 
 
 def test_an_item_that_has_changed_under_its_id_is_asked_again(tmp_path, monkeypatch):

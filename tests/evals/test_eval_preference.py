@@ -204,6 +204,12 @@ def test_the_forms_of_prompts_and_answers_say_the_same(tmp_path):
     assert item.gold["baseline"] == ["The plain answer."] and item.prompt[-1]["content"] == "Why?"
 
 
+def test_a_baseline_that_was_never_had_is_not_an_empty_answer(tmp_path):
+    lost = {"index": 0, "status": "invalid", "answer": ""}
+    rows = [{"item": "x", **lost}, {"item": "x", "index": 1, "status": "done", "answer": "B"}, {"item": "y", **lost}]
+    assert read_answers(write(tmp_path / "o.jsonl", rows)) == {"x": ["B"]}
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [

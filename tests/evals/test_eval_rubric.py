@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
 import pytest
 
+from megatron_nb.evals.task import Outcome
 from tests.evals.scripted_asker import ScriptedAsker, bodies, endpoint, outcomes, task_of, told
 
 TALK = [{"role": "user", "content": "I never eat nuts."}, {"role": "assistant", "content": "<think>hm</think>Noted."},
@@ -52,6 +54,14 @@ def test_the_headline_is_the_mean_over_axes_not_over_dialogues(tmp_path):
         scores = task.summarise(outcomes(task, ScriptedAsker(lambda messages, tools: next(said))))
     assert (scores["axis_MEMORY"], scores["axis_ADVERSARIAL"], scores["mean_of_axes"]) == (0.0, 1.0, 0.5)
     assert scores["mean_of_axes_low"] <= 0.5 <= scores["mean_of_axes_high"]
+
+
+def test_more_attempts_at_the_same_dialogues_do_not_narrow_the_bounds(tmp_path):
+    rows = [ROWS[0] | {"QUESTION_ID": str(number)} for number in range(6)]
+    task = task_of("rubric", path=write(tmp_path / "r.jsonl", rows), judge=told("http://127.0.0.1:9"))
+    once = [Outcome(str(number), 0, float(number < 3), "done") for number in range(6)]
+    many = [dataclasses.replace(one, index=index) for index in range(8) for one in once]
+    assert task.summarise(many) == task.summarise(once)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,20 @@ def test_bounds_of_shares_are_wilsons_and_of_means_over_items():
     assert wilson(0, 20)[0] == 0 and wilson(0, 20)[1] == pytest.approx(0.1611, abs=1e-4)
     told = mean_with_bounds("a", [[1], [0], [1], [1]])
     assert told["a"] == 0.75 and (told["a_low"], told["a_high"]) == wilson(3, 4)
-    told = mean_with_bounds("a", [[1, 0], [1, 1], [0, 0]])  # attempts at one item are one draw
-    error = 1.959964 * np.std([0.5, 1, 0], ddof=1) / math.sqrt(3)
+    told = mean_with_bounds("a", [[1, 0], [1, 1], [0, 0]] * 2)  # attempts at one item are one draw
+    error = 1.959964 * np.std([0.5, 1, 0] * 2, ddof=1) / math.sqrt(6)
     assert told["a_high"] - told["a"] == pytest.approx(error, rel=1e-6)
     assert mean_with_bounds("a", []) == {}
+
+
+def test_items_that_do_not_differ_promise_no_certainty_and_bounds_of_shares_stay_within_0_and_1():
+    told = mean_with_bounds("a", [[1, 1]] * 5)
+    assert (told["a_low"], told["a_high"]) == wilson(5, 5) and told["a_low"] < 0.6
+    one = mean_with_bounds("a", [[1, 0]])
+    assert (one["a_low"], one["a_high"]) == wilson(0.5, 1)
+    assert mean_with_bounds("a", [[7.0], [7.0]]) == {"a": 7.0}  # no share: its scale is not known
+    told = mean_with_bounds("a", [[0, 0]] * 20 + [[0, 1]])
+    assert told["a_low"] == 0 < told["a"] < told["a_high"]
 
 
 def test_ninety_five_of_a_hundred_bounds_hold_the_true_share():
@@ -73,8 +83,9 @@ def test_a_bootstrap_of_the_mean_is_as_wide_as_its_normal_bounds():
     [
         ([("3", 1), ("4", 0), ("3", 1)], 1), ([("4", 0), ("4", 0), ("3", 1)], 0), ([("", 0), ("", 0), ("3", 1)], 1),
         ([("3", 1), ("4", 0)], 0.5), ([("", 0)], 0),
+        ([("sqrt(8)", 1), ("2*sqrt(2)", 1), ("3", 0), ("3", 0), ("x", 1)], 1),
     ],
-    ids=["right", "wrong", "none is no vote", "a tie is shared", "nobody votes"],
+    ids=["right", "wrong", "none is no vote", "a tie is shared", "nobody votes", "all right ones are one answer"],
 )  # fmt: skip
 def test_a_majority_votes(votes, score):
     assert majority(votes) == score

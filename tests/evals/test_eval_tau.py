@@ -121,8 +121,9 @@ def test_an_item_with_too_few_verdicts_has_no_part_in_pass_hat_k(tmp_path):
         ({"evaluation_criteria": {"actions": [{"name": "reboot", "requestor": "user"}]}}, "the user makes calls too"),
         ({"evaluation_criteria": {"reward_basis": ["NL_ASSERTION"]}}, "reward_basis ['NL_ASSERTION']"),
         ({"user_scenario": None}, "a task has id, user_scenario"),
+        ({"id": None}, "a task has an id"),
     ],
-    ids=["dual control", "basis", "no scenario"],
+    ids=["dual control", "basis", "no scenario", "no id"],
 )
 def test_a_task_that_cannot_be_played_is_named(tmp_path, change, complaint):
     row = {key: value for key, value in (TASK | change).items() if value is not None}

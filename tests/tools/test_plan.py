@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron_nb.data.feed import Layout
 from megatron_nb.model.gpt import check_layout
 from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig
@@ -127,6 +128,15 @@ def test_what_a_layout_costs_moves_the_way_it_must():
     assert inside.seconds["context"] == longer.seconds["context"] == 0 < far.seconds["context"]
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_step_has_as_many_micro_batches_as_the_jobs_make_of_it(virtual):
+    layout = {"pipeline": 8, "virtual_pipeline": virtual}
+    step = _step(layout, gpus=512 // 4)  # dp 16: 8 packs a rank
+    assert step.micro_batches == Layout(128, 1, 0, 16, 1, 8).micro_batches() == 8
+    step = _step(layout, gpus=768)  # dp 96: 2 packs a rank, filled up to the stages
+    assert step.micro_batches == Layout(128, 1, 0, 96, 1, 8).micro_batches() == 8
+
+
 def test_traffic_of_a_rank_is_that_counted_by_hand():
     step = _step({"tensor": 2, "context": 4})  # dp 8: 16 micro-batches of 32 layers
     hidden, keys = 8192 * 2560 * 2, 2 * 8192 * 2 * 128
@@ -183,8 +193,12 @@ def test_a_stale_batch_is_sampled_beside_training_and_servers_have_more_cache():
         (["--context", "4096", "--gpus", "8", "--document", "8192"], "--document 8192 must be at most --context 4096"),
         (["--context", "4096", "--gpus", "8", "--rl", "--max-answer", "5000"], "must be at most --context 4096"),
         (["--context", "32768", "--gpus", "8", "--rl", "--staleness", "1"], "need --engine server"),
+        (["--context", "32768", "--gpus", "8", "--rl", "--staleness", "-1"], "--staleness -1 must not be negative"),
+        (["--context", "32768", "--gpus", "8", "--rl", "--max-answer", "0"], "--max-answer 0 must be at least 1"),
+        (["--context", "32768", "--gpus", "8", "--rl", "--engine-tensor", "0"], "--engine-tensor 0 must be at least 1"),
+        (["--context", "8192", "--gpus", "2", "--rl", "--engine-tensor", "4"], "--engine-tensor 4 must be at most --gpus 2"),
     ],
-    ids=["model", "gpus", "memory", "device", "document", "row", "staleness"],
+    ids=["model", "gpus", "memory", "device", "document", "row", "staleness", "future", "answer", "engine", "wide engine"],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(words, said, capsys):
     assert plan.main(words) == 2

@@ -126,6 +126,7 @@ def cascade(tmp_path):
     (root / "chain.json").write_text(json.dumps({"stages": names, "links": links}))
     gate = {"metric": "heldout_accuracy_after", "minus": None, "at_least": 0.6, "at_most": None, "value": 0.5, "passed": False}
     ledger = [{"name": name, "stage": name, "seconds": 65.0, "gate": gate if name == "reward" else None} for name in names]
+    ledger[names.index("sft")]["evaluation"] = {"code": {"pass": 0.01, "pass_low": 0.0, "pass_high": 0.02}}  # since asked anew
     (root / "ledger.json").write_text(json.dumps({"stages": ledger, "base_evaluation": None}))
     pair = {"task": "code", "item": NASTY, "by": "words", "excerpt": "run of words", "where": "chat.jsonl:7"}
     tasks = {"code": {"items": 3, "excluded": 2, "stages": {"sft": 2}}}
