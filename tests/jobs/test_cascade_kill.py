@@ -3,6 +3,7 @@
 Each kill waits for the links before its own to be done, and then for a random part of the time that its link takes.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -27,7 +29,7 @@ TEXTS = ("questions/questions/questions.jsonl", "trajectories/trajectories/traje
 
 
 def begin(folder: Path, name: str) -> subprocess.Popen:
-    """The command, as the leader of a group. Sums of several threads may come in another order, so each has one."""
+    """The command. Sums of several threads may come in another order, so each process has one."""
     command = [sys.executable, "-m", "megatron_nb.cascade", f"--config-dir={folder}", "--config-name=chain", f"name={name}"]
     test, alone = os.getpid(), {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -36,19 +38,14 @@ def begin(folder: Path, name: str) -> subprocess.Popen:
         die_with(test)
 
     with (folder / f"{name}.log").open("a") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=log, process_group=0, preexec_fn=first)
+        return subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=log, preexec_fn=first)
 
 
-def alive(group: int) -> bool:
-    """Whether a process of the group is left that is no zombie."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] not in "ZX":
-            return True
-    return False
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def until_done(chain: subprocess.Popen, paths: list[Path], within: float) -> None:
@@ -61,17 +58,20 @@ def until_done(chain: subprocess.Popen, paths: list[Path], within: float) -> Non
 
 def kill(chain: subprocess.Popen, way: str) -> None:
     """Returns when nothing of the chain is left: what it began saves and leaves."""
+    chain.send_signal(signal.SIGSTOP)  # begins nothing meanwhile
+    below = psutil.Process(chain.pid).children(recursive=True)
     if way == "all die":
-        os.killpg(chain.pid, signal.SIGKILL)
-    elif way == "Ctrl-C twice":  # a terminal tells the whole group
-        os.killpg(chain.pid, signal.SIGINT)
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    chain.send_signal({"the chain is asked to stop": signal.SIGTERM, "Ctrl-C twice": signal.SIGINT}.get(way, signal.SIGKILL))
+    chain.send_signal(signal.SIGCONT)
+    if way == "Ctrl-C twice":
         time.sleep(0.3)
-        os.killpg(chain.pid, signal.SIGINT)
-    else:
-        chain.send_signal(signal.SIGKILL if way == "the chain dies" else signal.SIGTERM)
+        chain.send_signal(signal.SIGINT)
     chain.wait(600)
     end = time.monotonic() + 600
-    while alive(chain.pid):
+    while any(alive(process) for process in below):
         assert time.monotonic() < end, f"a stage outlived its chain: {way}"
         time.sleep(0.1)
 
