@@ -60,10 +60,10 @@ class Size:
     exercises: int = 10000
     exercise_share: float = 0.75  # of the draws of SFT
     sft_steps: int = 1000  # of two packs of POSITIONS tokens
-    sft_lr: float = 5e-4  # 2e-3 spoils the heads of the start
-    rl_steps: int = 40
+    sft_lr: float = 1e-3
+    rl_steps: int = 32
     rl_batch: int = 8  # questions, 8 episodes of each
-    rl_lr: float = 3e-4
+    rl_lr: float = 1e-4
     samples: int = 2  # episodes of a held-out question
     evaluations: int = 4  # in RL, beside the one before it
 
