@@ -29,7 +29,8 @@ def test_two_nodes_of_two_ranks_train_like_four_ranks_of_this_machine_bit_for_bi
 
 def test_a_sweep_is_an_array_with_a_limit_and_a_point_that_fails_stops_no_other(cluster):
     """Six points of two nodes; the file of three of them has no good row."""
-    words = ["-m", "megatron_nb.sft", "-m", *cluster.words("sweep", "num_steps=2", "optimizer.warmup_steps=1"), "launch.at_once=2"]
+    few = cluster.words("sweep", "num_steps=2", "optimizer.warmup_steps=1")
+    words = ["-m", "megatron_nb.sft", "-m", *few, "launch.at_once=2"]
     rows = str(cluster.folder / "rows.jsonl")
     broken = cluster.folder / "broken.jsonl"
     broken.write_text("{}\n")
