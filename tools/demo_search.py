@@ -60,7 +60,7 @@ class Size:
     exercises: int = 10000
     exercise_share: float = 0.75  # of the draws of SFT
     sft_steps: int = 1000  # of two packs of POSITIONS tokens
-    sft_lr: float = 1e-3
+    sft_lr: float = 5e-4  # at 1e-3 the heads that find titles are lost
     rl_steps: int = 32
     rl_batch: int = 8  # questions, 8 episodes of each
     rl_lr: float = 1e-4
