@@ -160,3 +160,11 @@ def test_what_the_house_allows_is_not_caught(tmp_path, path, line):
     file.parent.mkdir(parents=True)
     file.write_text(line)
     assert violations(file, tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT / "tools")], ids=lambda path: path.stem)
+def test_a_script_that_needs_its_neighbours_finds_them_from_anywhere(path):
+    text = path.read_text()
+    needs = any(name.split(".")[0] == "tools" for _, name in imports(path, module_of(path)))
+    if needs and '__name__ == "__main__"' in text:
+        assert "sys.path.insert(0, str(Path(__file__).parents[" in text

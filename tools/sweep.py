@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megatron_nb.run import write_atomic
 from megatron_nb.sweep import SWEEP_FILE
 from tools.status import rows_of, status_of

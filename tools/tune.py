@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from megatron_nb.run import run_folder, write_atomic
 from megatron_nb.sweep import SWEEP_FILE
 from tools.status import DEAD, status_of
