@@ -16,6 +16,15 @@ import yaml
 
 from tests.doc_commands import ROOT, blocks, check, commands_in, head_of
 
+
+@pytest.fixture(autouse=True)
+def same_limit_of_digits():
+    """Commands run in this process, and the judge's lifts Python's limit for its own."""
+    limit = sys.get_int_max_str_digits()
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
 FOLDERS = ("kernels", "slurm", *(str(path.parent.relative_to(ROOT)) for path in sorted(ROOT.glob("megatron_nb/*/README.md"))))
 PAGES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS)]
 PAGES += sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))

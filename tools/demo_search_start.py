@@ -187,7 +187,7 @@ def _even_out(attention: torch.nn.Module, heads: range) -> None:
     """The same heads, but query and key are as large as each other, and value and output too.
 
     Only their products count, and a step of Adam moves every weight by as much: beside a partner of 28 it would move a product
-    far, and what is written by hand would be lost in fifty steps at a rate at which the rest learns well.
+    far, and what is written by hand would soon be lost at a rate at which the rest learns well.
     """
     q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
     for head in heads:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from megatron_nb.model.global_tensors import GlobalTensors
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.hf_files import parse_size
+from megatron_nb.training import export
 from tests.model.hf_folders import TEMPLATE, assert_same_weights, save_random, tensors_in
 from tools import compare_logits, convert_hf, unpack_gguf
 
@@ -172,9 +173,8 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing_behind(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)  # the last thing torch's writer does
-    monkeypatch.setattr(convert_hf, "hf_shapes", full)  # the last thing before export writes weights
+    monkeypatch.setattr(export, "write_safetensors", full)  # what export writes weights by
     source = ["--hf", str(folder)] if command == "import" else ["--checkpoint", f"{tmp_path}/checkpoint"]
-    monkeypatch.setattr(convert_hf, "_size", lambda config: 1000)
     assert convert_hf.main([command, *source, "--out", f"{tmp_path}/out"]) == 1
     assert "No space left" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
