@@ -12,8 +12,8 @@
     5  rl_agentic     from there, with the real tools: a right answer, and the critic's reward of each turn
     6  report         held-out accuracy before, after SFT and after RL; table, plots, summary.json, data sets
 
-Fine-tuning shows its effect: 0 -> 0.26 (error 0.04) of the held-out questions, seed 1. RL does not yet: at a rate of 3e-4 accuracy
-was 0.32 after 10 updates and 0.16 after 20; the rate of now has not been seen to its end.
+Fine-tuning shows its effect: 0 -> 0.26 (error 0.04) of the held-out questions, seed 1. RL does not yet: at a rate of 3e-4
+accuracy was 0.32 after 10 updates and 0.16 after 20; the rate of now has not been seen to its end.
 
 At most 20 minutes on 2 cores. Each stage is a run folder in FOLDER/seed-N and is not done again; what was killed goes on.
 The model starts from random weights with heads that copy (demo_search_start.py says why), and has no accuracy before SFT.
