@@ -65,19 +65,19 @@ def train_tokenizer(folder: Path, texts: list[str], size: int) -> None:
     fast.save_pretrained(folder)
 
 
-def train_twin_tokenizer(folder: Path, texts: list[str], size: int) -> int:
+def train_twin_tokenizer(folder: Path, texts: list[str], size: int, indents: tuple[tuple[str, str], ...] = INDENTS) -> int:
     """The same, but every word is cut in the same pieces with and without a space before it; its entries, at most `size`.
 
     Names in running text and in quotation marks then differ in one token, which has a twin. Indents are one token.
     """
     letters = 256
     words = [re.sub(" +", "\n", text) for text in texts]
-    train_tokenizer(folder, words, len(SPECIAL) + letters + (size - len(SPECIAL) - 2 * letters - len(INDENTS) + 1) // 2)
+    train_tokenizer(folder, words, len(SPECIAL) + letters + (size - len(SPECIAL) - 2 * letters - len(indents) + 1) // 2)
     file = folder / "tokenizer.json"
     told = json.loads(file.read_text())
     vocabulary, merges = told["model"]["vocab"], told["model"]["merges"]
     twins = [piece for piece in vocabulary if piece not in SPECIAL and piece != BLANK]
-    pairs = [(BLANK, piece) for piece in twins] + [(BLANK + left, BLANK + right) for left, right in INDENTS]
+    pairs = [(BLANK, piece) for piece in twins] + [(BLANK + left, BLANK + right) for left, right in indents]
     for left, right in pairs:  # these merges come last, so the pieces are those of the word alone
         vocabulary.setdefault(left + right, len(vocabulary))
         merges.append([left, right])

@@ -14,14 +14,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
-
 from megatron_nb.search.corpus import Corpus
 from megatron_nb.search.sentences import sentences
 from megatron_nb.synthesis.question_obscure import GAP
 from megatron_nb.synthesis.question_quotes import before_gap, labelled, question_of
-from tools.demo_files import SPECIAL, train_tokenizer, write_rows
-from tools.demo_search_start import BLANK
+from tools.demo_files import train_twin_tokenizer, write_rows
 
 VOCABULARY = 4096
 SAMPLE = "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
@@ -117,16 +114,6 @@ def write_tokenizer(out: Path, corpus: Path, schemas: list[dict[str, Any]], seed
             calls = message.get("tool_calls", [])
             said += [message["content"], *(form.format(json.dumps(one["function"])) for one in calls)]
     head = "# Tools\n\nFunctions that can be called:\n<tools>\n</tools>\n\nA call is written as:\n<function>, <object>"
-    letters = len(ByteLevel.alphabet())
-    train_tokenizer(out, [text.replace(" ", "\n") for text in [*said, *([head, *map(json.dumps, schemas)] * 50)]],
-                    len(SPECIAL) + letters + (VOCABULARY - len(SPECIAL) - 2 * letters + 1) // 2)  # fmt: skip
-    file = out / "tokenizer.json"
-    told = json.loads(file.read_text())
-    vocabulary, merges = told["model"]["vocab"], told["model"]["merges"]
-    twins = [piece for piece in vocabulary if piece not in SPECIAL and piece != BLANK]
-    for piece in twins:  # these merges come last, so the pieces are those of the word alone
-        vocabulary.setdefault(BLANK + piece, len(vocabulary))
-        merges.append([BLANK, piece])
-    if len(vocabulary) > VOCABULARY or len(vocabulary) < VOCABULARY - 1:
-        raise ValueError(f"{out} has {len(vocabulary)} tokens, {VOCABULARY} are needed: is the sample whole?")
-    file.write_text(json.dumps(told, ensure_ascii=False))
+    entries = train_twin_tokenizer(out, [*said, *([head, *map(json.dumps, schemas)] * 50)], VOCABULARY, indents=())
+    if not VOCABULARY - 1 <= entries <= VOCABULARY:
+        raise ValueError(f"{out} has {entries} tokens, {VOCABULARY} are needed: is the sample whole?")

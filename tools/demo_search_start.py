@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-BLANK = "Ġ"  # a space, as byte-level tokenizers write it
+from tools.demo_files import BLANK
+
 LAYERS, HIDDEN, HEADS, HEAD, MLP, THETA, POSITIONS = 3, 192, 4, 64, 512, 1e6, 1024
 HALF = HIDDEN // 2
 BACK_PAIRS, BACK_LOGIT = 4, 40.0  # rotary pairs that tell the place before from others, and its attention logit

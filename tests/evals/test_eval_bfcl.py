@@ -12,7 +12,7 @@ import pytest
 from megatron_nb.evals.bfcl import overall
 from megatron_nb.evals.bfcl_literals import read_literal
 from megatron_nb.evals.bfcl_match import check
-from megatron_nb.evals.bfcl_rows import category_of, package_folder, read_category
+from megatron_nb.evals.bfcl_rows import category_of, read_category
 from megatron_nb.rollout.calls import Call
 from tests.evals.scripted_asker import ScriptedAsker, outcomes, task_of
 
@@ -41,14 +41,6 @@ def calls_of(gold, functions):
         required = next(function for function in functions if function["name"] == name)["parameters"]["required"]
         made.append(Call(name, accepted(values, required), f"call_{len(made)}"))
     return made
-
-
-@pytest.fixture(scope="module")
-def bfcl():
-    try:
-        return package_folder()
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def test_accepted_answers_score_all_and_the_task_says_so(shared_data):

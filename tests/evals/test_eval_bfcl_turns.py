@@ -9,18 +9,10 @@ import pytest
 
 from megatron_nb.evals import stateful
 from megatron_nb.evals.bfcl import MORE
-from megatron_nb.evals.bfcl_rows import package_folder, read_category, step_of
+from megatron_nb.evals.bfcl_rows import read_category, step_of
 from megatron_nb.evals.stateful import Stage, Step, World, compare, play
 from tests.evals.lamp_world import CLASSES, DOCS, SCENARIO
 from tests.evals.scripted_asker import ScriptedAsker, outcomes, task_of
-
-
-@pytest.fixture(scope="module")
-def bfcl():
-    try:
-        return package_folder()
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def steps(*texts):
