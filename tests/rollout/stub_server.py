@@ -143,14 +143,16 @@ class StubServer:
                 time.sleep(LOOK_S)
             self._held.discard(threading.get_ident())
             time.sleep(self.token_delay)
-            if epoch != self.epoch:
+            with self.lock:  # no stream outlives its weights
+                logits = self.logits(ids) if epoch == self.epoch else None
+            if logits is None:
                 yield None, None, "abort"
                 return
             if gone():
                 self.hung_up.append(body)
                 return
             temperature = body.get("temperature", 1.0)
-            logprobs = (self.logits(ids) / (temperature or 1.0)).log_softmax(0)
+            logprobs = (logits / (temperature or 1.0)).log_softmax(0)
             token = int(torch.multinomial(logprobs.exp(), 1, generator=generator) if temperature else logprobs.argmax())
             ids.append(token)
             stopped, full = token in body.get("stop_token_ids", ()), len(ids) - start == body["max_tokens"]
