@@ -38,7 +38,7 @@ demo-code-seeds: setup  ## the same over three seeds, with the standard error ov
 demo-complexity-judge: setup  ## a small model learns to name the time complexity of programs it has not seen; 5 minutes
 	$(PY) tools/demo_complexity_judge.py $(if $(SEED),--seed $(SEED))
 
-demo-search: setup  ## deep search from wiki to RL on the CPU; fine-tuning shows its effect, RL not yet; 20 minutes
+demo-search: setup  ## deep search from wiki to RL on the CPU: a small model learns to find answers; 20 minutes
 	$(PY) tools/demo_search.py $(if $(SEED),--seed $(SEED))
 
 demo-search-seeds: setup  ## the same over three seeds, with the standard error over them

@@ -12,8 +12,8 @@
     5  rl_agentic     from there, with the real tools: a right answer, and the critic's reward of each turn
     6  report         held-out accuracy before, after SFT and after RL; table, plots, summary.json, data sets
 
-Fine-tuning shows its effect: 0 -> 0.26 (error 0.04) of the held-out questions, seed 1. RL does not yet: at a rate of 3e-4
-accuracy was 0.32 after 10 updates and 0.16 after 20; the rate of now has not been seen to its end.
+Seed 1: 0 -> 0.26 -> 0.35 of the held-out questions (errors of the changes 0.06 and 0.03). A constant rate of 3e-4 in RL was
+too much: accuracy fell again after 10 updates. Episodes that fail are cut more often after RL: nothing rewards ending them.
 
 At most 20 minutes on 2 cores. Each stage is a run folder in FOLDER/seed-N and is not done again; what was killed goes on.
 The model starts from random weights with heads that copy (demo_search_start.py says why), and has no accuracy before SFT.
@@ -61,11 +61,11 @@ class Size:
     exercise_share: float = 0.75  # of the draws of SFT
     sft_steps: int = 1000  # of two packs of POSITIONS tokens
     sft_lr: float = 5e-4  # at 1e-3 the heads that find titles are lost
-    rl_steps: int = 32
-    rl_batch: int = 8  # questions, 8 episodes of each
-    rl_lr: float = 1e-4
+    rl_steps: int = 16
+    rl_batch: int = 16  # questions, 8 episodes of each
+    rl_lr: float = 1.5e-4  # at first; the last updates are small
     samples: int = 2  # episodes of a held-out question
-    evaluations: int = 4  # in RL, beside the one before it
+    evaluations: int = 2  # in RL, beside the one before it
 
 
 FAST = Size(
@@ -146,7 +146,8 @@ class SearchDemo(Demo):
             "engine.native.max_concurrency=64", f"engine.native.max_sequence_length={POSITIONS}",
             f"collect.num_prompts={batch}", f"num_steps={steps}", f"evaluation.every={every}",
             f"evaluation.samples={size.samples}", f"optimizer.lr={size.rl_lr}",
-            f"optimizer.min_lr={size.rl_lr}", f"checkpoint.every={every}",
+            f"optimizer.min_lr={size.rl_lr / 10}", "optimizer.schedule=cosine", f"optimizer.warmup_steps={min(2, steps - 1)}",
+            f"checkpoint.every={every}",
         ]), ranks=2)  # fmt: skip
 
     def export(self) -> None:
