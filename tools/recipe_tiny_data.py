@@ -32,7 +32,7 @@ VOCABULARY = 2560  # as in hydra_conf/cascade_tiny.yaml
 TOOLS = ("search", "find_in_page")
 NAMES = [*FIRSTS, *SECONDS, *PEOPLE]
 ROWS = {
-    "chat": 8000, "code": 6000, "repeats": 2000, "exercises": 6000, "valid": 40, "wiki": 200, "pairs": 1200, "chat_rl": 600,
+    "chat": 8000, "code": 6000, "repeats": 2000, "exercises": 6000, "valid": 40, "wiki": 200, "pairs": 2000, "chat_rl": 600,
     "chat_heldout": 100, "code_rl": 300, "code_heldout": 100,
 }  # fmt: skip
 Drawn = tuple[str, demo_rl_data.Task]  # skill and task
