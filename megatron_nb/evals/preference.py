@@ -1,7 +1,7 @@
 """Whether a judge prefers the model's answers to a baseline's, as Arena-Hard asks: both orders, five verdicts; see arena.py.
 
-Dialogues of several turns are answered turn by turn and judged whole. Rows may name a category (`adversarial` before all):
-win rates are given for each. The baseline's answers are a file, such as another evaluation's outcomes/TASK.jsonl.
+Dialogues of several turns are answered turn by turn and judged whole. Rows may name categories (preference_rows.py): win rates
+are given for each. The baseline's answers are a file, such as another evaluation's outcomes/TASK.jsonl.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Preference(Task):
     def __init__(self, *given: Any):
         super().__init__(*given)
         self._judge = Judge(self.config.judge, self.config.judge_tokens)
-        self._category: dict[str, str] = {}
+        self._categories: dict[str, list[str]] = {}
 
     async def ready(self) -> None:
         await reach(self.config.judge)
@@ -90,7 +90,7 @@ class Preference(Task):
     def read(self) -> Sequence[Item]:
         baseline = read_answers(self.config.baseline) if self.config.baseline else {}
         items = list(read_items(self.config.path, baseline))
-        self._category = {item.id: item.gold["category"] for item in items}
+        self._categories = {item.id: item.gold["categories"] for item in items}
         return items
 
     async def attempt(self, item: Item, asker: Asker, index: int) -> Outcome:
@@ -129,10 +129,10 @@ class Preference(Task):
         told["agreement"] = float(np.mean([np.sign(one.win - 0.5) == np.sign(two.win - 0.5)
                                            for one, two in zip(games[::2], games[1::2])]))  # fmt: skip
         told |= {f"difference_{name}": float(np.mean([one.style[at] for one in games])) for at, name in enumerate(STYLE)}
-        if not self._category:
+        if not self._categories:
             self.read()
-        for category in sorted(set(self._category.values()) - {""}):
-            if its := [one for one in games if self._category.get(one.item) == category]:
+        for category in sorted({name for names in self._categories.values() for name in names}):
+            if its := [one for one in games if category in self._categories.get(one.item, ())]:
                 told[f"win_rate_{category}"] = win_rate(its)
         return told
 
