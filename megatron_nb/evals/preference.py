@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_nb.asking.askers import Asker
-from megatron_nb.client import ClientConfig
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.evals.arena import STYLE, VERDICTS, Game, arena_scores, game, style_difference, style_of, win_rate
-from megatron_nb.evals.judge import Judge, reach, transcript
+from megatron_nb.evals.judge import JudgedConfig, JudgedTask, transcript
 from megatron_nb.evals.preference_rows import read_answers, read_items
-from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig
+from megatron_nb.evals.task import Item, Outcome, Talk
 
 TEMPLATE = """\
 Two assistants, A and B, have answered the same user. Judge which did better.
@@ -56,23 +55,20 @@ ORDERS = ("second", "first")  # where the model's answer stands
 
 
 @dataclass(kw_only=True)
-class PreferenceConfig(TaskConfig):
+class PreferenceConfig(JudgedConfig):
     """path: the prompts, see preference_rows.py."""
 
     baseline: str = ""  # a file of the answers it is compared with; empty: the rows' own
-    judge: ClientConfig
-    judge_tokens: int = 4096  # of one verdict
     style: bool = False  # also the win rate at equal length and markdown
     rounds: int = 1000  # of the bootstrap
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("judge_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
 
 
-class Preference(Task):
+class Preference(JudgedTask):
     """See the head of the file."""
 
     Config = PreferenceConfig
@@ -81,11 +77,7 @@ class Preference(Task):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self._judge = Judge(self.config.judge, self.config.judge_tokens)
         self._categories: dict[str, list[str]] = {}
-
-    async def ready(self) -> None:
-        await reach(self.config.judge)
 
     def read(self) -> Sequence[Item]:
         baseline = read_answers(self.config.baseline) if self.config.baseline else {}
