@@ -31,7 +31,9 @@ from megatron_nb.chain_check import Checked, changed_since, check_links, refuse
 from megatron_nb.config import ConfigError, job, to_yaml
 from megatron_nb.launch import slurm_job
 from megatron_nb.ledger import GATE_EXIT, GateShut, check_gate, write_chain, write_ledger
-from megatron_nb.run import Lock, run_folder
+from megatron_nb.run import Lock, run_folder, write_atomic
+
+STAGE = "stage"  # the resolved configuration of a link, as a stage file in its run
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def run_here(links: list[Link]) -> None:
             log.info("%s begins: %s", place, link.run)
             refuse_queued([link])
             began = time.monotonic()
-            code = processes.run(link.module, link.command, ranks_of(link))
+            code = processes.run(link.module, as_checked(link), ranks_of(link))
             write_ledger(root)
             if code:
                 log.error("%s ended with %d after %.0f s: see tools/status.py %s; the same command goes on", place, code,
@@ -59,6 +61,13 @@ def run_here(links: list[Link]) -> None:
                 )
             log.info("%s is done in %.0f s", place, time.monotonic() - began)
         check_gate(root, link.name, link.gate)
+
+
+def as_checked(link: Link) -> list[str]:
+    """Words that start a link with the configuration of now, whatever becomes of the stage files; a copy lies in its run."""
+    link.run.mkdir(parents=True, exist_ok=True)
+    write_atomic(link.run / f"{STAGE}.yaml", to_yaml(link.config))
+    return [f"--config-dir={link.run.absolute()}", f"--config-name={STAGE}"]
 
 
 def ranks_of(link: Link) -> int:

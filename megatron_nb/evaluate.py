@@ -13,20 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_nb.asking.askers import AnswererConfig, Asker
 from megatron_nb.asking.cache import CachedAsker
-from megatron_nb.asking.loading import identity, shape_of, with_asker
+from megatron_nb.asking.loading import identity, size_told, with_asker
 from megatron_nb.client import ClientConfig
 from megatron_nb.config import job
 from megatron_nb.evals.harness import Attempts, measure, read_excluded, table
 from megatron_nb.evals.kinds import make_task
 from megatron_nb.evals.task import Item, Task
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
-from megatron_nb.model.gpt import check_layout
 from megatron_nb.parallel import topology
-from megatron_nb.parallel.topology import ParallelConfig, Topology
+from megatron_nb.parallel.topology import ParallelConfig, Topology, everywhere
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.engines import EngineConfig
 from megatron_nb.run import Run, write_atomic
@@ -92,12 +89,8 @@ def describe_job(config: EvaluateConfig, tasks: list[Task], items: dict[str, lis
     """What the dry run prints below the configuration. ValueError when it cannot run."""
     answerer = config.answerer(1)
     answerer.validate("evaluate")
-    about = ""
-    if config.checkpoint:
-        model = shape_of(config.checkpoint)
-        check_layout(model, config.parallel)
-        about = f", {model.num_parameters:,} parameters, {config.engine.kind} engine"
-    lines = [f"model        {answerer.told}{about}"]
+    engine = f", {config.engine.kind} engine" if config.checkpoint else ""
+    lines = [f"model        {size_told(answerer, config.parallel)}{engine}"]
     for task in tasks:
         drawn = task.sampling
         lines.append(f"{task.name:<20} {len(items[task.name])} items x {task.samples}, at most {drawn.max_tokens} tokens, "
@@ -119,12 +112,12 @@ def evaluate(run: Run, config: EvaluateConfig, place: Topology, tasks: list[Task
         await attempts.run(asker, share, shares, config.concurrency)
 
     try:
-        if _any(bool(attempts.missing())):
+        if any(everywhere(bool(attempts.missing()))):
             with_asker(answerer, work, place, config.seed, config.parallel, config.engine, config.max_prompt_tokens)
     finally:
         for task in tasks:
             task.close()
-    lost = _gathered(attempts.invalid)
+    lost = everywhere(attempts.invalid)
     if place.rank == 0:
         excluded = read_excluded(config.exclude, items)
         outcomes = attempts.read(lost)
@@ -158,17 +151,6 @@ def finish(run: Run, config: EvaluateConfig, tasks: list[Task], results: dict[st
                 f"model (see {run.folder}/outcomes/{name}.jsonl): the same command again asks for these alone"
             )
     run.write_summary(config.seed, **{f"{name}_{key}": value for name, told in finite.items() for key, value in told.items()})
-
-
-def _any(value: bool) -> bool:
-    """Whether it holds on some rank. Collective."""
-    return any(_gathered(value))
-
-
-def _gathered(value: Any) -> list[Any]:
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @job(EvaluateConfig, "evaluate")

@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from megatron_nb.asking.askers import AnswererConfig, Asker, TooLong
 from megatron_nb.asking.ledger import Ledger, ledger_name
-from megatron_nb.asking.loading import decides, shape_of, with_asker
+from megatron_nb.asking.loading import decides, size_told, with_asker
 from megatron_nb.config import job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
-from megatron_nb.model.gpt import check_layout
 from megatron_nb.parallel import topology
-from megatron_nb.parallel.topology import ParallelConfig, Topology
+from megatron_nb.parallel.topology import ParallelConfig, Topology, everywhere
 from megatron_nb.rollout.native import NativeConfig
 from megatron_nb.run import Run
 from megatron_nb.synthesis.refine import (
@@ -112,15 +111,11 @@ def describe_job(config: RefineConfig, tasks: list[Task], dropped: Counter) -> s
     most = {"drafter": len(tasks) - given, "refiner": len(tasks) * (2 + 2 * config.rounds),
             "reasoner": len(tasks) * config.rules.reasonings}  # fmt: skip
     for role in ROLES:
-        who, about = config.who(role), ""
-        if getattr(config, role) and who.checkpoint:
-            model = shape_of(who.checkpoint)
-            check_layout(model, config.parallel)
-            about = f", {model.num_parameters:,} parameters"
+        who = config.who(role)
         price = config.prices.get(role, Price())
         cost = f", {most[role] * who.max_tokens * price.reply / 1e6:.4g} for replies" if price.reply else ""
-        lines.append(f"{role:<12} {who.told}{about}; at most {most[role]} calls, unreadable replies aside, of at most "
-                     f"{who.max_tokens} tokens{cost}; temperature {who.temperature:g}")  # fmt: skip
+        lines.append(f"{role:<12} {size_told(who, config.parallel)}; at most {most[role]} calls, unreadable replies aside, "
+                     f"of at most {who.max_tokens} tokens{cost}; temperature {who.temperature:g}")  # fmt: skip
     lines.append(f"accepted     final answers the same by {config.same.kind}; {_rules_told(config)}")
     return "\n".join(lines)
 
@@ -146,7 +141,7 @@ class Phases:
         ledgers = [*self.ledgers.values()]
         on_disk = Calls(ledgers, None, config.same, None, config.seed, config.tries)
         found, left = asyncio.run(replay(flow, tasks, on_disk))
-        if _most(len(left)):
+        if any(everywhere(bool(left))):
 
             async def work(asker: Asker, share: int, shares: int) -> None:
                 same = open_same(config.same)
@@ -165,13 +160,6 @@ class Phases:
         if left:
             log.warning("%s: %d of %d tasks were not finished; the same command tries them again", label, len(left), len(tasks))
         return found
-
-
-def _most(value: int) -> int:
-    """The largest value of all ranks. Collective."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return max(values)
 
 
 async def _drafted(task: Task, calls: Calls) -> bool:

@@ -40,7 +40,7 @@ class ServiceConfig:
     """One kind of server, and how many of it."""
 
     command: list[str] = field(default_factory=list)  # {host}, {port}, {run}, {replica} and the names of values are filled in
-    values: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str | None] = field(default_factory=dict)  # null: not given yet, so that it is missed by name
     nodes: int = 0  # of its own, beside launch.slurm.nodes; 0: it shares the job's first node, without GPUs
     per_node: int = 1  # replicas of a node, which share its GPUs evenly
     health: str = "/health"  # answers with 200 when it can be used
@@ -59,6 +59,9 @@ class ServiceConfig:
         unknown = sorted({name for word in words for name in PLACE.findall(word)} - {*FILLED, *self.values})
         if unknown:
             raise ValueError(f"command={self.command}: nothing is known to fill in for {unknown}: name it in values")
+        if unset := [name for name, value in self.values.items() if value is None]:
+            raise ValueError(f"values.{unset[0]} is null: give it, or the key that it is taken from (with services=engine the "
+                             "model is init_from: give init_from=FOLDER)")  # fmt: skip
         for name, least in (("nodes", 0), ("per_node", 1), ("restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")

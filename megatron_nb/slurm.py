@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,16 @@ PROJECT = Path(__file__).parents[1]
 TEMPLATE = PROJECT / "slurm" / "job.sbatch.jinja"
 STAGE = "job"  # the resolved configuration, as a stage file in the run's folder `slurm`
 WAITS = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STOPPED")
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between questions to a controller that does not answer
+UNKNOWN_JOB = "Invalid job id"  # so squeue says of a job that it knows no more, and fails as well
 REMEDIES = {  # what sbatch says -> what to do
     "account": "set account in the site file",
     "partition": "set partition in the site file (`sinfo` lists them)",
     "qos": "set qos in the site file (`sacctmgr show qos` lists them)",
     "node configuration": "ask for fewer nodes, GPUs or cores: launch.slurm.nodes, gpus and cpus_per_task of the site file",
     "time limit": "lower launch.slurm.time",
+    "contact slurm controller": "nothing was submitted: give the same command again when `sinfo` answers",
+    "timed out": "it may be in the queue all the same: look with `squeue --me` and scancel it before the same command again",
 }
 
 
@@ -214,7 +219,7 @@ class Job:
 
 
 def running(run: Path) -> str | None:
-    """The id of the job that has this run folder and has not ended; None when there is none."""
+    """The id of the job that has this run folder and has not ended; None when there is none. ConfigError as `state`."""
     try:
         job_id = json.loads((run / "slurm" / "job.json").read_text())["id"]
     except (OSError, ValueError, KeyError):
@@ -227,10 +232,24 @@ def here() -> bool:
     return shutil.which("squeue") is not None
 
 
-def state(job_id: str) -> str | None:
-    """What the controller says of a job, such as RUNNING; None when it knows it no more."""
-    done = subprocess.run(["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], capture_output=True, text=True)
-    return (done.stdout.split() or [None])[0]
+def state(job_id: str, patient: bool = True) -> str | None:
+    """What the controller says of a job, such as RUNNING; None when it knows it no more.
+
+    ConfigError when it does not answer, for then nobody knows: a stage must not be submitted twice because it is away.
+    patient: it is asked again a few times before that.
+    """
+    command = ["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"]
+    pauses = PAUSES_S if patient else ()
+    for pause in (*pauses, None):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0 or UNKNOWN_JOB in done.stderr:
+            return (done.stdout.split() or [None])[0]
+        if pause is not None:
+            time.sleep(pause)
+    raise ConfigError(
+        f"whether job {job_id} waits or runs is not known: `{shlex.join(command)}` failed {len(pauses) + 1} times: "
+        f"{done.stderr.strip()}: give the same command again when `sinfo` answers"
+    )
 
 
 def _after(job_ids: list[str]) -> list[str]:

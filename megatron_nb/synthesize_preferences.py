@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from megatron_nb.asking.askers import Answer, AnswererConfig, Asker
 from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
-from megatron_nb.asking.loading import decides, shape_of, with_asker
+from megatron_nb.asking.loading import decides, size_told, with_asker
 from megatron_nb.config import flatten, job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
-from megatron_nb.model.gpt import check_layout
 from megatron_nb.parallel import topology
-from megatron_nb.parallel.topology import ParallelConfig, Topology
+from megatron_nb.parallel.topology import ParallelConfig, Topology, everywhere
 from megatron_nb.records import Group, Prompt, Rollout, Score
 from megatron_nb.rewards.reward import RewardConfig, build_reward, check_reward
 from megatron_nb.rollout.agent import seed_of
@@ -82,13 +81,8 @@ def describe_job(config: PreferencesConfig, questions: list[Question], dropped: 
     ]
     for side in SIDES:
         answerer = getattr(config, side)
-        about = ""
-        if answerer.checkpoint:
-            model = shape_of(answerer.checkpoint)
-            check_layout(model, config.parallel)
-            about = f", {model.num_parameters:,} parameters"
-        lines.append(f"{side:<12} {answerer.told}{about}; {answerer.samples} answers of at most {answerer.max_tokens} tokens, "
-                     f"temperature {answerer.temperature:g}")  # fmt: skip
+        lines.append(f"{side:<12} {size_told(answerer, config.parallel)}; {answerer.samples} answers of at most "
+                     f"{answerer.max_tokens} tokens, temperature {answerer.temperature:g}")  # fmt: skip
     lines.append(f"judge        {', '.join(config.judge.terms) or 'none: the answer of the strong model is the better one'}")
     lines.append(f"parts        {', '.join(f'{name} {share:.0%}' for name, share in config.pairs.parts.items()) or 'one'}")
     return "\n".join(lines)
@@ -104,18 +98,11 @@ def sample(
         mine = questions[share::shares]
         await answer_all(asker, mine, ledger, side, answerer.samples, config.seed, config.concurrency)
 
-    if not _on_all(all(question.id in ledger for question in questions)):
+    if any(everywhere(any(question.id not in ledger for question in questions))):
         with_asker(answerer, work, place, config.seed, config.parallel, config.engine, config.max_prompt_tokens)
     dist.barrier()
     ledger.read()
     return ledger
-
-
-def _on_all(value: bool) -> bool:
-    """Whether it holds on every rank. Collective."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(values)
 
 
 async def judge_all(judge: RewardConfig, questions: list[tuple[Question, dict]], ledger: Ledger, concurrency: int) -> None:

@@ -74,6 +74,13 @@ class Kept:
         return self.record
 
 
+def test_the_engine_s_servers_without_a_model_to_start_from_name_the_key_that_gives_it():
+    with pytest.raises(ValueError, match=r"launch\.services\.engine: values\.model is null: .*give init_from=FOLDER"):
+        compose(RlConfig, "rl_pointwise", ["+services=engine"])
+    config = compose(RlConfig, "rl_pointwise", ["+services=engine", "init_from=models/base"])
+    assert config.launch.services["engine"].values["model"] == "models/base"
+
+
 def test_a_server_that_is_killed_is_started_again_at_the_same_address(run):
     with Kept(run, service(run)) as kept:
         services.wait({"engine": service(run)}, loud=False)

@@ -34,13 +34,23 @@ def arguments(description: str | None, name: str) -> argparse.Namespace:
     return options
 
 
+def exit_code(missed: list[str], fast: bool) -> int:
+    """1, with a line, when something that a demo is there to show was not seen; a smoke test shows nothing."""
+    if not missed or fast:
+        return 0
+    print(f"error: not shown beyond two standard errors: {'; '.join(missed)}", file=sys.stderr)
+    return 1
+
+
 def end_with(main: Callable[[], int]) -> None:
-    """Run a demo and leave with its exit code; a stage that fails is one line."""
+    """Run a demo and leave with its exit code; a stage that fails is one line, and so is what a user can mend."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running stages are ended too
     try:
         sys.exit(main())
     except subprocess.CalledProcessError as error:
         sys.exit(f"error: stage {error.cmd} ended with code {error.returncode}; the end of its log stands above")
+    except ValueError as error:  # of the configuration or of data, or a gate that is shut
+        sys.exit(f"error: {error}")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

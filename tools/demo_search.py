@@ -38,7 +38,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from megatron_nb.rollout.tools import SCHEMAS
 from megatron_nb.run import write_summary
 from tools import demo_search_data as data
-from tools.demo_files import arguments, end_with
+from tools.demo_files import arguments, end_with, exit_code
 from tools.demo_rl import Demo
 from tools.demo_search_report import Course, draw, flat, judge_stages, over_seeds, shown, table
 from tools.demo_search_start import POSITIONS, shape, write_start
@@ -202,15 +202,8 @@ def main() -> int:
         print(f"\n{table(course, f'over {len(seeds)} seeds')}\n\nplots in {folder}/demo_search.png")
     seen = shown(course)
     write_summary(folder, seed=seeds[0], wall_s=time.monotonic() - began, shown=all(seen.values()), **flat(course))
-    if not all(seen.values()) and not options.fast:
-        missed = "; ".join(what for what, one in seen.items() if not one)
-        print(f"error: not shown beyond two standard errors: {missed}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code([what for what, one in seen.items() if not one], options.fast)
 
 
 if __name__ == "__main__":
-    try:
-        end_with(main)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    end_with(main)

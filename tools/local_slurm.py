@@ -54,11 +54,20 @@ class LocalSlurm:
         paths = {"socket": "munge.sock", "pid-file": "munged.pid", "seed-file": "munge.seed", "log-file": "log/munged.log"}
         self._run("munged", "--force", f"--key-file={key}", *(f"--{name}={self.folder / path}" for name, path in paths.items()))
         self._wait("munged", 10, lambda: self._says("munge", "-S", str(self.folder / "munge.sock"), "-n") is not None)
-        self._run("slurmctld")
-        self._wait("slurmctld", 30, lambda: self._says("scontrol", "ping") is not None)
+        self.start_controller()
         for number in range(1, nodes + 1):
             self._run("slurmd", "-N", f"n{number}")
         self._wait("its nodes", 60, lambda: self.idle_nodes() == nodes)
+
+    def start_controller(self) -> None:
+        self._run("slurmctld")
+        self._wait("slurmctld", 30, lambda: self._says("scontrol", "ping") is not None)
+
+    def stop_controller(self) -> None:
+        """The nodes and what runs on them stay."""
+        running = _from_pid_file(self.folder / "slurmctld.pid")
+        self._run("scontrol", "shutdown", "slurmctld")
+        psutil.wait_procs(running, timeout=30)
 
     def idle_nodes(self) -> int:
         told = self._says("sinfo", "-h", "-N", "-p", "batch", "-t", "idle", "-o", "%N")

@@ -42,7 +42,7 @@ from megatron_nb.config import compose
 from megatron_nb.run import write_summary
 from megatron_nb.training.signals import REQUEUE_EXIT
 from tools import recipe_tiny_smollm2
-from tools.demo_files import end_with
+from tools.demo_files import end_with, exit_code
 from tools.recipe_tiny_report import Change, ask_both, changes_of, flat, improved, over_seeds, scores, table
 
 ROOT = Path(__file__).parents[1]
@@ -162,14 +162,8 @@ def main() -> int:
     must = [name for name in found if len(runs) > 1 or name.startswith("sft")]
     missed = [name for name in must if not improved(found, (name,))]
     write_summary(folder, seed=seeds[0], wall_s=time.monotonic() - began, shown=not missed, **flat(found))
-    if missed and not options.fast:
-        print(f"error: not better beyond two standard errors: {', '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(missed, options.fast)
 
 
 if __name__ == "__main__":
-    try:
-        end_with(main)
-    except ValueError as error:  # of the configuration, or a gate that is shut
-        sys.exit(f"error: {error}")
+    end_with(main)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from megatron_nb import addresses, slurm
 from megatron_nb.ledger import CHAIN_FILE, Gate, GateShut, check_gate, read_json
+from megatron_nb.schema import ConfigError
 from megatron_nb.training.checkpoint_folder import newest_complete
 
 RECENT = 20  # steps that the rate is taken over
@@ -41,7 +42,7 @@ DEAD = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLIN
 
 @dataclass
 class Status:
-    """One run folder. `state`: done | running | waiting | stopped | not started, or what Slurm calls a job that died."""
+    """One run folder. `state`: done | running | waiting | stopped | not started | not known, or what Slurm calls a dead job."""
 
     name: str
     state: str
@@ -85,9 +86,16 @@ def status_of(folder: Path, name: str, log_lines: int) -> Status:
     if (folder / "summary.json").exists():
         told.state = "done"
         return told
-    state = slurm.state(job) if job and slurm.here() else None
+    state, unanswered = None, ""
+    if job and slurm.here():
+        try:
+            state = slurm.state(job, patient=False)
+        except ConfigError as error:
+            unanswered = str(error)
     told.services = services_of(folder)
-    if state in slurm.WAITS:
+    if unanswered and not reason_left(folder, job).exists():
+        told.state, told.reason = "not known", unanswered
+    elif state in slurm.WAITS:
         told.state = "running" if state in ("RUNNING", "COMPLETING") else f"waiting ({state.lower()})"
         told.reason = why_it_waits(job) if state == "PENDING" else ""
     elif (folder / "lock").exists() and state is None:
@@ -120,9 +128,14 @@ def why_it_waits(job: str) -> str:
     return f"{said}: {remedy}" if remedy else said
 
 
+def reason_left(folder: Path, job: str | None) -> Path:
+    """Where a job that ends for good says why."""
+    return folder / "slurm" / f"stopped-{job}.txt"
+
+
 def why_it_died(folder: Path, job: str | None, state: str | None, log_lines: int) -> str:
     """The reason that the job itself left; else the end of its log, with what goes on from where."""
-    told = folder / "slurm" / f"stopped-{job}.txt"
+    told = reason_left(folder, job)
     if told.exists():
         return told.read_text().strip()
     newest = newest_complete(folder)

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_nb.data.packing import collate, pack
 from megatron_nb.losses.next_token import NextToken
@@ -182,8 +181,7 @@ def gathered(trainer: Trainer, take, strict: bool = True) -> dict[str, torch.Ten
     """Whole tensors by global name, joined over tensor and pipeline ranks. Replicas must agree to the bit when `strict`."""
     mine = {name: (take(p).detach().clone(), cut_dimension(p)) for name, p in named_parameters(trainer.chunks)}
     t = trainer.topology
-    everyone: list = [None] * t.world
-    dist.all_gather_object(everyone, (t.tensor_rank, t.data_rank, t.context_rank, mine))
+    everyone = topology.everywhere((t.tensor_rank, t.data_rank, t.context_rank, mine))
     whole: dict[str, torch.Tensor] = {}
     for name in {name for *_, held in everyone for name in held}:
         copies: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
@@ -224,8 +222,7 @@ def run_layout(layout: Layout, fault: str | None = None) -> dict | None:
     finally:
         trainer_module.split = original
     weights = gathered(trainer, lambda p: p, strict=fault is None)
-    parts: list = [None] * t.world
-    dist.all_gather_object(parts, logprobs)
+    parts = topology.everywhere(logprobs)
     if t.rank:
         return None
     moved = min(float((weights[n] - before[n]).norm() / before[n].norm()) for n in weights if before[n].dim() > 1)

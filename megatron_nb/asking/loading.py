@@ -14,7 +14,7 @@ import yaml
 
 from megatron_nb.asking.askers import AnswererConfig, Asker, EndpointAsker, EngineAsker
 from megatron_nb.data.tokenizer import load_tokenizer
-from megatron_nb.model.gpt import build
+from megatron_nb.model.gpt import build, check_layout
 from megatron_nb.model.hf import LiveWeights
 from megatron_nb.model.hf_config import config_from_hf
 from megatron_nb.model.shape import ModelConfig
@@ -34,6 +34,15 @@ def shape_of(path: str) -> ModelConfig:
     if step is None:
         return config_from_hf(path)
     return ModelConfig.from_dict(yaml.safe_load((step / "config.yaml").read_text())["model"])
+
+
+def size_told(answerer: AnswererConfig, parallel: ParallelConfig) -> str:
+    """Who answers, for a dry run; with its size where it is a checkpoint. ValueError when that cannot be cut so."""
+    if not answerer.checkpoint:
+        return answerer.told
+    model = shape_of(answerer.checkpoint)
+    check_layout(model, parallel)
+    return f"{answerer.told}, {model.num_parameters:,} parameters"
 
 
 def decides(answerer: AnswererConfig) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from megatron_nb.data.preferences import final_answer
 from megatron_nb.data.rows import BadRow
 from megatron_nb.evals.instruction_rules import check, follows, follows_loosely
 from megatron_nb.evals.items import REMEDY, id_of, messages_of, read_rows
-from megatron_nb.evals.statistics import mean_with_bounds
-from megatron_nb.evals.task import Item, Outcome, Task, Verdict
+from megatron_nb.evals.statistics import ratio_with_bounds
+from megatron_nb.evals.task import Item, Outcome, Task, Verdict, by_item
 
 
 class Instructions(Task):
@@ -49,10 +49,10 @@ class Instructions(Task):
 
     def summarise(self, outcomes: list[Outcome]) -> dict[str, float]:
         told: dict[str, Any] = super().summarise(outcomes)
-        valid = [one.parts for one in outcomes if one.score is not None and "instructions" in one.parts]
-        for name in ("followed", "followed_loosely", "instructions"):
-            told.pop(name, None)
+        counts = {}  # of each prompt, over its attempts
+        for part in ("instructions", "followed", "followed_loosely"):
+            told.pop(part, None)
+            counts[part] = [sum(its) for its in by_item(outcomes, lambda one, part=part: one.parts.get(part))]
         for name, part in (("instruction_strict", "followed"), ("instruction_loose", "followed_loosely")):
-            each = [[float(place < parts[part])] for parts in valid for place in range(int(parts["instructions"]))]
-            told |= mean_with_bounds(name, each)
+            told |= ratio_with_bounds(name, list(zip(counts[part], counts["instructions"])))
         return told

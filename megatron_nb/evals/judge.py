@@ -1,13 +1,15 @@
-"""A model behind an OpenAI-compatible endpoint that is asked about answers."""
+"""A model behind an OpenAI-compatible endpoint that is asked about answers, and what tasks that have one begin with."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_nb.client import Client, ClientConfig
 from megatron_nb.data.preferences import final_answer
+from megatron_nb.evals.task import Task, TaskConfig
 
 T = TypeVar("T")
 DASHES = re.compile(r"-{4,}")
@@ -29,6 +31,32 @@ class Judge:
         asked = re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), template)
         sent = {"max_tokens": self._max_tokens, "temperature": 0.0}
         return await self._client.chat([{"role": "user", "content": asked}], lambda said: read(final_answer(said)), **sent)
+
+
+@dataclass(kw_only=True)
+class JudgedConfig(TaskConfig):
+    """A task's own Config derives from it."""
+
+    judge: ClientConfig
+    judge_tokens: int = 4096  # of one verdict
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.judge_tokens < 1:
+            raise ValueError(f"judge_tokens={self.judge_tokens} must be at least 1")
+
+
+class JudgedTask(Task):
+    """A task that asks `self._judge` about answers."""
+
+    Config = JudgedConfig
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._judge = Judge(self.config.judge, self.config.judge_tokens)
+
+    async def ready(self) -> None:
+        await reach(self.config.judge)
 
 
 async def reach(config: ClientConfig) -> None:

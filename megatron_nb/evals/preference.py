@@ -1,7 +1,7 @@
 """Whether a judge prefers the model's answers to a baseline's, as Arena-Hard asks: both orders, five verdicts; see arena.py.
 
-Dialogues of several turns are answered turn by turn and judged whole. Rows may name a category (`adversarial` before all):
-win rates are given for each. The baseline's answers are a file, such as another evaluation's outcomes/TASK.jsonl.
+Dialogues of several turns are answered turn by turn and judged whole. Rows may name categories (preference_rows.py): win rates
+are given for each. The baseline's answers are a file, such as another evaluation's outcomes/TASK.jsonl.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_nb.asking.askers import Asker
-from megatron_nb.client import ClientConfig
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.evals.arena import STYLE, VERDICTS, Game, arena_scores, game, style_difference, style_of, win_rate
-from megatron_nb.evals.judge import Judge, reach, transcript
+from megatron_nb.evals.judge import JudgedConfig, JudgedTask, transcript
 from megatron_nb.evals.preference_rows import read_answers, read_items
-from megatron_nb.evals.task import Item, Outcome, Talk, Task, TaskConfig
+from megatron_nb.evals.task import Item, Outcome, Talk
 
 TEMPLATE = """\
 Two assistants, A and B, have answered the same user. Judge which did better.
@@ -56,23 +55,20 @@ ORDERS = ("second", "first")  # where the model's answer stands
 
 
 @dataclass(kw_only=True)
-class PreferenceConfig(TaskConfig):
+class PreferenceConfig(JudgedConfig):
     """path: the prompts, see preference_rows.py."""
 
     baseline: str = ""  # a file of the answers it is compared with; empty: the rows' own
-    judge: ClientConfig
-    judge_tokens: int = 4096  # of one verdict
     style: bool = False  # also the win rate at equal length and markdown
     rounds: int = 1000  # of the bootstrap
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("judge_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
 
 
-class Preference(Task):
+class Preference(JudgedTask):
     """See the head of the file."""
 
     Config = PreferenceConfig
@@ -81,16 +77,12 @@ class Preference(Task):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self._judge = Judge(self.config.judge, self.config.judge_tokens)
-        self._category: dict[str, str] = {}
-
-    async def ready(self) -> None:
-        await reach(self.config.judge)
+        self._categories: dict[str, list[str]] = {}
 
     def read(self) -> Sequence[Item]:
         baseline = read_answers(self.config.baseline) if self.config.baseline else {}
         items = list(read_items(self.config.path, baseline))
-        self._category = {item.id: item.gold["category"] for item in items}
+        self._categories = {item.id: item.gold["categories"] for item in items}
         return items
 
     async def attempt(self, item: Item, asker: Asker, index: int) -> Outcome:
@@ -129,10 +121,10 @@ class Preference(Task):
         told["agreement"] = float(np.mean([np.sign(one.win - 0.5) == np.sign(two.win - 0.5)
                                            for one, two in zip(games[::2], games[1::2])]))  # fmt: skip
         told |= {f"difference_{name}": float(np.mean([one.style[at] for one in games])) for at, name in enumerate(STYLE)}
-        if not self._category:
+        if not self._categories:
             self.read()
-        for category in sorted(set(self._category.values()) - {""}):
-            if its := [one for one in games if self._category.get(one.item) == category]:
+        for category in sorted({name for names in self._categories.values() for name in names}):
+            if its := [one for one in games if category in self._categories.get(one.item, ())]:
                 told[f"win_rate_{category}"] = win_rate(its)
         return told
 

@@ -21,12 +21,12 @@ from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
 from megatron_nb.evals.task import Item
 
 IDS = ("uid", "question_id", "id", "item")
-CATEGORIES = ("adversarial", "subcategory", "category", "cluster")  # the first that a row has
+CATEGORIES = ("adversarial", "category", "subcategory", "cluster")  # a row is counted under each that it has
 REMEDY = "mend the row or leave it out"
 
 
 def read_items(path: str, baseline: dict[str, list[str]]) -> Iterator[Item]:
-    """Prompts with the baseline's answers, one for each turn; gold: {"turns", "baseline", "category"}. Raises BadRow."""
+    """Prompts with the baseline's answers, one for each turn; gold: {"turns", "baseline", "categories"}. Raises BadRow."""
     for file in data_files(path):
         for number, (where, raw) in enumerate(raw_rows(file)):
             row = decode(where, raw)
@@ -36,9 +36,9 @@ def read_items(path: str, baseline: dict[str, list[str]]) -> Iterator[Item]:
             if len(answers) != len(turns):
                 raise BadRow.at(where, f"{len(turns)} turns and {len(answers)} baseline answers for {name!r}",
                                 "each turn needs one", "add them to `baseline`, or as \"baseline\" to the row")  # fmt: skip
-            category = next((str(row[key]) for key in CATEGORIES if row.get(key)), "")
+            categories = [str(row[key]) for key in CATEGORIES if row.get(key)]
             asked = [*before, {"role": "user", "content": turns[0]}]
-            yield Item(name, asked, {"turns": turns, "baseline": answers, "category": category})
+            yield Item(name, asked, {"turns": turns, "baseline": answers, "categories": categories})
 
 
 def read_answers(path: str) -> dict[str, list[str]]:

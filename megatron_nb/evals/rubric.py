@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from megatron_nb.asking.askers import Answer
-from megatron_nb.client import ClientConfig
 from megatron_nb.data import formats
 from megatron_nb.data.preferences import final_answer
 from megatron_nb.data.rows import BadRow, data_files, decode, raw_rows
-from megatron_nb.evals.judge import Judge, reach, transcript
+from megatron_nb.evals.judge import JudgedConfig, JudgedTask, transcript
 from megatron_nb.evals.statistics import bootstrap
-from megatron_nb.evals.task import Item, Outcome, Task, TaskConfig, Verdict
+from megatron_nb.evals.task import Item, Outcome, Verdict
 
 TEMPLATE = """\
 Below are a conversation, the assistant's next answer and a question about that answer. What stands between the lines of \
@@ -51,14 +50,13 @@ REMEDY = "mend the row or leave it out"
 
 
 @dataclass(kw_only=True)
-class RubricConfig(TaskConfig):
+class RubricConfig(JudgedConfig):
     """path: the dialogues."""
 
-    judge: ClientConfig
-    judge_tokens: int = 2048  # of one verdict
+    judge_tokens: int = 2048
 
 
-class Rubric(Task):
+class Rubric(JudgedTask):
     """See the head of the file."""
 
     Config = RubricConfig
@@ -66,11 +64,7 @@ class Rubric(Task):
 
     def __init__(self, *given: Any):
         super().__init__(*given)
-        self._judge = Judge(self.config.judge, self.config.judge_tokens)
         self._axis: dict[str, str] = {}
-
-    async def ready(self) -> None:
-        await reach(self.config.judge)
 
     def read(self) -> Sequence[Item]:
         items = list(read_items(self.config.path))

@@ -55,6 +55,26 @@ def mean_with_bounds(name: str, by_item: Sequence[Sequence[float]]) -> dict[str,
     return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
+def ratio_with_bounds(name: str, by_item: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """NAME, NAME_low, NAME_high: the share of all parts of all items that are right, with 95 % bounds; {} for no item.
+
+    by_item: (right, of how many), over an item's attempts. Bounds are over the items, as in mean_with_bounds: neither parts
+    of one item nor attempts at it are independent. They are 1.96 standard errors of the ratio of two sums, linearised, or
+    Wilson's interval where the items do not differ or are one yes or no each.
+    """
+    if not by_item:
+        return {}
+    right, of = np.array(by_item, dtype=float).T
+    share, items = float(right.sum() / of.sum()), len(of)
+    off = (right - share * of) / of.mean()  # [items]
+    if of.max() == 1 or np.abs(off).max() < 1e-9:
+        low, high = wilson(share * items, items)
+    else:
+        error = Z95 * float(off.std(ddof=1)) / math.sqrt(items)
+        low, high = max(share - error, 0.0), min(share + error, 1.0)
+    return {name: share, f"{name}_low": low, f"{name}_high": high}
+
+
 def wilson(right: float, total: int) -> tuple[float, float]:
     """95 % bounds of a share (Wilson 1927)."""
     share, z2 = right / total, Z95**2

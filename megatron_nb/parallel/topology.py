@@ -11,6 +11,7 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,6 +173,13 @@ def current() -> Topology:
         data_size=p.get_data_parallel_world_size(),
         device=cpu.CPU if ON_CPU else torch.device("cuda", torch.cuda.current_device()),
     )
+
+
+def everywhere(value: Any) -> list:
+    """[value of every rank], on every rank. Collective."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def destroy(world: bool = False) -> None:

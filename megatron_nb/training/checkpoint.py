@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_nb.parallel import topology  # noqa: F401  installs the CPU layer before core is used
+from megatron_nb.parallel.topology import everywhere  # installs the CPU layer before core is used
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -43,7 +43,6 @@ from megatron_nb.training.checkpoint_folder import (
 from megatron_nb.training.checkpoint_state import (
     Resumed,
     check_together,
-    everywhere,
     from_first_rank,
     load_training_state,
     refuse_other_model,

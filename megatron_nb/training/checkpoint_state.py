@@ -24,6 +24,7 @@ import yaml
 from megatron_nb.model.shape import ModelConfig, differences, hand_over
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel import topology  # installs the CPU layer before core is used
+from megatron_nb.parallel.topology import everywhere
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state
@@ -51,13 +52,6 @@ class Resumed:
     step: int
     data_state: dict[str, Any]
     folder: Path
-
-
-def everywhere(value: Any) -> list:
-    """[value of every rank], on every rank."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def from_first_rank(function: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_nb.model.sharding import named_parameters
-from megatron_nb.parallel import topology  # noqa: F401  installs the CPU layer before core is used
+from megatron_nb.parallel.topology import everywhere  # installs the CPU layer before core is used
 from megatron_nb.training.traps import refuse_traps
 
 # isort: split
@@ -286,8 +286,7 @@ def gradient_norms(optimizer: MegatronOptimizer, models: list) -> dict[str, floa
     for inner in inner_optimizers(optimizer):
         for name, gradient in _held_gradients(inner, models):
             squares[_layer_of(name)] += float(gradient.double().square().sum())
-    every: list[dict[str, float] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, squares)
+    every = everywhere(squares)
     # without the distributed optimizer every data-parallel rank holds the same gradients: count one model copy
     copies = dist.get_world_size() // optimizer.get_grad_stats_parallel_group().size()
     totals: dict[str, float] = {}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_nb.parallel.topology import ON_CPU, Topology, local_rank
+from megatron_nb.parallel.topology import ON_CPU, Topology, everywhere, local_rank
 from megatron_nb.run import write_atomic
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ def check(folder: Path, place: Topology, num_parameters: int, checkpoints: int, 
     sign = folder / ".preflight"
     if place.rank == 0:
         write_atomic(sign, token[0])
-    mine = _facts(place, _appears(sign, token[0]))
-    everyone: list = [None] * place.world
-    dist.all_gather_object(everyone, mine)
+    everyone = everywhere(_facts(place, _appears(sign, token[0])))
     free_gb = [shutil.disk_usage(folder).free / 1e9 if place.rank == 0 else 0.0]
     dist.broadcast_object_list(free_gb, src=0)
     needed_gb = num_parameters * STATE_BYTES * (checkpoints + 1) / 1e9  # one is being written while the others are kept
@@ -134,8 +132,7 @@ def _names_a_file(key: str) -> bool:
 
 def agree(**facts: str) -> None:
     """Collective. ValueError, on every rank alike, when a fact (tokenizer, data) is another one on some rank."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), facts))
+    everyone = everywhere((socket.gethostname(), facts))
     host, first = everyone[0]
     for name in facts:
         others = [f"rank {rank} on {there}" for rank, (there, found) in enumerate(everyone) if found[name] != first[name]]

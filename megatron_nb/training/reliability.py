@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from megatron_nb.parallel.topology import everywhere
 from megatron_nb.records import Batch
-from megatron_nb.training.checkpoint_state import everywhere
 from megatron_nb.training.trainer import Trainer
 
 BINS = 10

@@ -21,7 +21,7 @@ from megatron_nb.model.heads import head_for
 from megatron_nb.model.hf import LiveWeights
 from megatron_nb.model.sharding import bare
 from megatron_nb.parallel.context import split
-from megatron_nb.parallel.topology import Topology
+from megatron_nb.parallel.topology import Topology, everywhere
 from megatron_nb.records import Batch
 from megatron_nb.training.optimizer import OptimizerConfig, optimize, sync_parameters, update
 
@@ -169,9 +169,7 @@ class Trainer:
 
     def _everywhere(self, named: list[str]) -> list[str]:
         """The union over all ranks, sorted."""
-        gathered: list = [None] * self.topology.world
-        dist.all_gather_object(gathered, named)
-        return sorted({i for part in gathered for i in part if i})
+        return sorted({i for part in everywhere(named) for i in part if i})
 
     def weights(self) -> LiveWeights:
         """The weights after the last update, for an engine or an export; they follow later updates."""

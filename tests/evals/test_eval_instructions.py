@@ -117,3 +117,25 @@ def test_a_row_that_cannot_be_checked_is_refused_with_its_place(tmp_path, row, r
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(BadRow, match=f"rows.jsonl:1: .*{rule}"):
         make_task("i", {"kind": "instructions", "path": str(tmp_path / "rows.jsonl")}, Sampling(max_tokens=64)).items()
+
+
+def test_several_attempts_at_a_prompt_do_not_narrow_the_bounds_by_instruction(tmp_path):
+    kinds = ["punctuation:no_comma", "detectable_format:title"]
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for n in range(20):
+            row = {"key": n, "prompt": "a, b" if n % 2 else "<<A title>>", "instruction_id_list": kinds, "kwargs": [{}, {}]}
+            file.write(json.dumps(row) + "\n")
+    asker = ScriptedAsker(lambda messages, tools: messages[-1]["content"])
+    told = []
+    for samples in (1, 8):
+        settings = {"kind": "instructions", "path": str(tmp_path / "rows.jsonl"), "samples": samples}
+        task = make_task("rules", settings, Sampling(max_tokens=64))
+
+        async def every(task=task, samples=samples):
+            return [await attempt(task, item, asker, index) for item in task.items() for index in range(samples)]
+
+        told.append(task.summarise(asyncio.run(every())))
+    once, often = ({name: one[f"instruction_strict{name}"] for name in ("", "_low", "_high")} for one in told)
+    assert often == pytest.approx(once, abs=1e-9) and once[""] == 0.5
+    error = 1.96 * 0.5 / 20**0.5  # of 20 prompts, each with all of its instructions followed or none
+    assert once["_high"] - 0.5 == pytest.approx(error, rel=0.05)

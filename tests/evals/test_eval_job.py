@@ -1,8 +1,6 @@
 """The evaluation job: a checkpoint on two ranks, killed and resumed; an endpoint; a dry run; the recipe's tasks; the bridge."""
 
 import json
-import os
-import signal
 import sys
 
 import pytest
@@ -16,9 +14,9 @@ from megatron_nb.evals.kinds import make_task
 from megatron_nb.rollout.engine import Sampling
 from tests.data.data_tokenizers import tiny
 from tests.evals.scripted_asker import endpoint
+from tests.jobs.killed import run_job, run_killed
 from tests.model.hf_folders import save_random
 from tests.rollout.stub_server import StubServer
-from tools.rank_pool import RankPool
 
 QUESTIONS = 9
 
@@ -51,46 +49,17 @@ def words(tmp_path_factory, data) -> list[str]:
     return [*data, *engine, f"checkpoint={folder}", "sampling.max_tokens=12", "concurrency=1"]
 
 
-def _evaluate(words: list[str], die_at: int | None = None) -> int:
-    """What `torchrun -m megatron_nb.evaluate WORDS` runs on this rank; dies as it writes its `die_at`th outcome. Outcomes."""
-    import torch.distributed as dist
-
-    from megatron_nb.evals import harness
-
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
-    sys.argv = ["evaluate", *words]
-    write, written = harness.Ledger.__setitem__, [0]
-
-    def write_or_die(self, key, row):
-        written[0] += 1
-        if written[0] == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, key, row)
-
-    harness.Ledger.__setitem__ = write_or_die
-    try:
-        evaluate.main()
-    finally:
-        harness.Ledger.__setitem__ = write
-    return written[0]
-
-
 def outcomes(run, task) -> list[dict]:
     return [json.loads(line) | {"seconds": 0} for line in (run / "outcomes" / f"{task}.jsonl").read_text().splitlines()]
 
 
 def test_a_killed_evaluation_of_a_checkpoint_on_two_ranks_goes_on_to_the_same_outcomes(ranks, tmp_path, words):
     words, whole, killed = [*words, f"runs_dir={tmp_path}"], tmp_path / "whole", tmp_path / "killed"
-    rows = ranks.run(2, _evaluate, [*words, "name=whole"])
+    rows = ranks.run(2, run_job, "evaluate", [*words, "name=whole"])
     assert sum(rows) == 2 * QUESTIONS + 1 and min(rows) > 0
-    victims = RankPool(2)
-    try:
-        with pytest.raises(AssertionError, match="died"):
-            victims.run(2, _evaluate, [*words, "name=killed"], 5)
-    finally:
-        victims.close()
+    run_killed(2, "evaluate", [*words, "name=killed"], 5)
     assert not (killed / "results.json").exists()
-    assert sum(ranks.run(2, _evaluate, [*words, "name=killed"])) <= sum(rows) - 4
+    assert sum(ranks.run(2, run_job, "evaluate", [*words, "name=killed"])) <= sum(rows) - 4
     for task in ("parity", "rules"):
         assert outcomes(whole, task) == outcomes(killed, task)
     results = json.loads((whole / "results.json").read_text())
@@ -99,7 +68,7 @@ def test_a_killed_evaluation_of_a_checkpoint_on_two_ranks_goes_on_to_the_same_ou
     assert parity["excluded"] == 2 and "clean_accuracy" in parity and parity["tokens_out"] > 0 and parity["invalid"] == 0
     assert summary["rules_prompt_strict"] == results["rules"]["prompt_strict"]
     assert "| parity | accuracy |" in (whole / "results.md").read_text()
-    assert ranks.run(2, _evaluate, [*words, "name=killed"]) == [0, 0]  # all is on disk
+    assert ranks.run(2, run_job, "evaluate", [*words, "name=killed"]) == [0, 0]  # all is on disk
 
 
 def test_servers_that_get_the_checkpoints_weights_answer_as_the_engine_in_the_ranks(ranks, tmp_path, words):
@@ -108,9 +77,9 @@ def test_servers_that_get_the_checkpoints_weights_answer_as_the_engine_in_the_ra
     with StubServer(checkpoint) as stub:
         served = ["engine.kind=server", f"engine.server.urls=[{stub.url}]", "engine.server.transfer=files",
                   f"engine.server.folder={tmp_path}/weights"]  # fmt: skip
-        ranks.run(1, _evaluate, [*words, *served, "name=served"])
+        ranks.run(1, run_job, "evaluate", [*words, *served, "name=served"])
         assert any(path == "/v1/completions" for path, _ in stub.requests)
-    ranks.run(1, _evaluate, [*words, "name=native"])
+    ranks.run(1, run_job, "evaluate", [*words, "name=native"])
     for task in ("parity", "rules"):
         assert outcomes(tmp_path / "served", task) == outcomes(tmp_path / "native", task)
 
@@ -125,9 +94,9 @@ def test_an_endpoint_is_evaluated_with_its_cost_and_its_answers_are_kept_in_a_ca
     with endpoint(say) as stub:
         words = [*data, f"endpoint.base_url={stub.url}", "endpoint.model=m", f"runs_dir={tmp_path}", f"cache={tmp_path}/cache",
                  "price_out=1e6"]  # fmt: skip
-        ranks.run(1, _evaluate, [*words, "name=one"])
+        ranks.run(1, run_job, "evaluate", [*words, "name=one"])
         first = len(asked)
-        ranks.run(1, _evaluate, [*words, "name=two"])
+        ranks.run(1, run_job, "evaluate", [*words, "name=two"])
     assert first == 2 * QUESTIONS + 1 == len(asked)
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
     assert results[0]["rules"]["prompt_strict"] == 1 and results[0]["parity"]["favourite"] == 1

@@ -185,6 +185,18 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_whole(tmp_path):
     assert scores["win_rate"] == 1.0 == scores["win_rate_injection"] and found[0].messages is not None
 
 
+def test_a_question_counts_under_its_category_and_under_its_subcategory(tmp_path):
+    kinds = [{"category": "hard", "subcategory": "code"}, {"category": "hard", "subcategory": "maths"},
+             {"category": "creative", "subcategory": "creative"}, {"category": "hard", "adversarial": "injection"}]  # fmt: skip
+    prompts = [{"uid": f"q{i}", "prompt": f"Question {i}?", **kind} for i, kind in enumerate(kinds)]
+    wins = lambda messages, tools: "The GOOD answer." if messages[-1]["content"] == "Question 0?" else "Bad."  # noqa: E731
+    judge = lambda messages: prefers_good(messages) if "GOOD" in messages[-1]["content"] else "[[A=B]]"  # noqa: E731
+    scores, *_ = judged(tmp_path, judge, wins, prompts)
+    rates = {name.removeprefix("win_rate_"): rate for name, rate in scores.items() if name.startswith("win_rate_")}
+    assert (rates["code"], rates["maths"], rates["creative"], rates["injection"]) == (1.0, 0.5, 0.5, 0.5)
+    assert 0.5 < rates["hard"] < 1.0
+
+
 def test_the_forms_of_prompts_and_answers_say_the_same(tmp_path):
     forms = {
         "arena2": ({"uid": "x", "prompt": "Why?"}, ANSWERS[0] | {"uid": "x"}),

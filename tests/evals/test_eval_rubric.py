@@ -72,3 +72,8 @@ def test_more_attempts_at_the_same_dialogues_do_not_narrow_the_bounds(tmp_path):
 def test_a_bad_row_is_named_with_its_line(tmp_path, row):
     with pytest.raises(ValueError, match=r"r\.jsonl:1"):
         task_of("rubric", path=write(tmp_path / "r.jsonl", [row]), judge=told("http://127.0.0.1:9")).items()
+
+
+def test_a_judge_without_room_for_a_verdict_is_refused_before_any_work():
+    with pytest.raises(ValueError, match="judge_tokens=0 must be at least 1"):
+        task_of("rubric", path="r.jsonl", judge=told("http://127.0.0.1:9"), judge_tokens=0)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nb.evals.code import passes
 from megatron_nb.evals.math import majority
-from megatron_nb.evals.statistics import bootstrap, mean_with_bounds, pass_at_k, pass_hat_k, wilson
+from megatron_nb.evals.statistics import bootstrap, mean_with_bounds, pass_at_k, pass_hat_k, ratio_with_bounds, wilson
 
 CASES = [(n, c, k) for n in (1, 2, 5, 10, 200) for c in {0, 1, n // 2, n - 1, n} for k in {1, 2, n // 2, n} if 1 <= k <= n]
 
@@ -89,3 +89,32 @@ def test_a_bootstrap_of_the_mean_is_as_wide_as_its_normal_bounds():
 )  # fmt: skip
 def test_a_majority_votes(votes, score):
     assert majority(votes) == score
+
+
+def test_a_ratio_s_bounds_are_over_items_so_that_attempts_and_parts_that_go_together_do_not_narrow_them():
+    items = [(2, 2), (0, 3), (1, 1), (0, 2), (3, 3), (1, 2)]
+    once = ratio_with_bounds("x", items)
+    assert once["x"] == 7 / 13
+    thrice = ratio_with_bounds("x", [(3 * right, 3 * of) for right, of in items])
+    assert thrice == pytest.approx(once)  # the same three times says nothing new
+    low, high = wilson(7, 13)  # as if each part were drawn by itself
+    assert once["x_low"] < low and high < once["x_high"]
+
+
+def test_a_ratio_s_bounds_hold_the_truth_as_often_as_they_promise():
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(500):
+        of = rng.integers(1, 4, 100)
+        chance = rng.choice([0.2, 0.9], 100)  # of an item: its parts go together
+        told = ratio_with_bounds("x", list(zip(rng.binomial(of, chance), of)))
+        held += told["x_low"] <= 0.55 <= told["x_high"]
+    assert 0.92 <= held / 500 <= 0.98
+
+
+@pytest.mark.parametrize(
+    ("items", "right", "of"), [([(2, 2), (1, 1)], 2, 2), ([(0, 3)], 0, 1), ([(1, 1), (0, 1), (1, 1)], 2, 3)]
+)
+def test_a_ratio_that_does_not_differ_between_items_or_is_one_yes_or_no_each_has_wilson_s_bounds(items, right, of):
+    told = ratio_with_bounds("x", items)
+    assert (told["x_low"], told["x_high"]) == wilson(right, of) and told["x"] == right / of
+    assert ratio_with_bounds("x", []) == {}

@@ -2,18 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron_nb import cascade, ledger, processes
+from megatron_nb import cascade, config, ledger, processes
 from megatron_nb.chain import CascadeConfig, StageConfig, links_of
 from megatron_nb.chain_check import check_links, refuse
-from megatron_nb.config import ConfigError
+from megatron_nb.config import ConfigError, compose
 from megatron_nb.ledger import GATE_EXIT, Gate, GateShut, Known, LedgerConfig, check_gate, write_chain, write_ledger
 from megatron_nb.training.signals import REQUEUE_EXIT
 
@@ -123,8 +125,8 @@ def test_a_shut_gate_ends_the_chain_before_the_next_stage_begins(tmp_path, monke
     links, begun = links_of(chain(tmp_path, stages)), []
 
     def run(module, words, ranks):
-        begun.append(words[-2])
-        done(tmp_path / "a", words[-2].removeprefix("name="), {"loss": 2.0})
+        begun.append(Path(words[0].removeprefix("--config-dir=")).name)
+        done(tmp_path / "a", begun[-1], {"loss": 2.0})
         return 0
 
     monkeypatch.setattr(cascade.processes, "run", run)
@@ -132,10 +134,37 @@ def test_a_shut_gate_ends_the_chain_before_the_next_stage_begins(tmp_path, monke
     for _ in range(2):  # the same command again changes nothing
         with pytest.raises(GateShut, match="one is done"):
             cascade.run_here(links)
-    assert begun == ["name=one"]
+    assert begun == ["one"]
     links[0].gate = Gate("loss", at_most=3.0)
     cascade.run_here(links)
-    assert begun == ["name=one", "name=two"]
+    assert begun == ["one", "two"]
+
+
+def test_a_stage_file_edited_while_the_chain_runs_changes_no_stage_of_it(tmp_path, monkeypatch):
+    shutil.copytree(config.STAGES, tmp_path / "conf")
+    monkeypatch.setattr(config, "STAGES", tmp_path / "conf")
+    links, taken = links_of(chain(tmp_path, {"one": StageConfig("sft"), "two": StageConfig("sft", ["num_steps=70"])})), []
+
+    def run(module, words, ranks):
+        folder, stage = (word.partition("=")[2] for word in words)
+        taken.append(compose(type(links[0].config), stage, folder=folder))
+        done(tmp_path / "a", Path(folder).name, {})
+        for file in (tmp_path / "conf" / "sft.yaml", tmp_path / "conf" / "model" / "tiny.yaml"):
+            file.write_text(file.read_text().replace("seed: ", "seed: 9").replace("num_layers: ", "num_layers: 9"))
+        return 0
+
+    monkeypatch.setattr(cascade.processes, "run", run)
+    write_chain(tmp_path / "a", [link.known for link in links])
+    cascade.run_here(links)
+    assert taken == [link.config for link in links] and taken[1].num_steps == 70
+    assert links_of(chain(tmp_path, {"one": StageConfig("sft")}))[0].config != taken[0]  # the next command takes the edit up
+
+
+@pytest.mark.parametrize("recipe", ["cascade", "cascade_tiny"])
+def test_every_stage_of_a_recipe_is_begun_with_just_what_was_composed(tmp_path, recipe):
+    for link in links_of(compose(CascadeConfig, recipe, [f"runs_dir='{tmp_path}/a folder, odd'", "name=a"])):
+        folder, stage = (word.partition("=")[2] for word in cascade.as_checked(link))
+        assert compose(type(link.config), stage, folder=folder) == link.config, link.name
 
 
 def test_every_policy_is_evaluated_behind_its_stage_and_others_are_not(tmp_path):

@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import random
 import re
-import signal
 import sys
 from collections import Counter
 
@@ -15,11 +13,11 @@ from megatron_nb import refine_solutions
 from megatron_nb.config import compose
 from megatron_nb.data.formats import read
 from tests.data.data_tokenizers import tiny
+from tests.jobs.killed import run_job, run_killed
 from tests.model.hf_folders import save_random
 from tests.synthesis.refine_arithmetic import END, near, number, planted
 from tests.synthesis.refine_phrases import LEAKS
 from tests.synthesis.refine_stub import Stub
-from tools.rank_pool import RankPool
 
 TASKS, AT_ONCE = 60, 4
 KINDS = ("right", "slip", "slip", "misread", "end", "noise")
@@ -58,33 +56,11 @@ def words(tmp_path_factory, rows, server) -> list[str]:
     return [f"prompts.sources.gsm8k.path={file}", *endpoint, *reasoner, *prices, same, f"concurrency={AT_ONCE}"]
 
 
-def _refine(words: list[str], die_at: int | None = None) -> int:
-    """What `torchrun -m megatron_nb.refine_solutions WORDS` runs on this rank; dies as it writes its `die_at`th row."""
-    import torch.distributed as dist
-
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
-    sys.argv = ["refine_solutions", *words]
-    write, written = refine_solutions.Ledger.__setitem__, [0]
-
-    def write_or_die(self, key, row):
-        written[0] += 1
-        if written[0] == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, key, row)
-
-    refine_solutions.Ledger.__setitem__ = write_or_die
-    try:
-        refine_solutions.main()
-    finally:
-        refine_solutions.Ledger.__setitem__ = write
-    return written[0]
-
-
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory, words, server):
     """(run folder, rows written, replies given) of a run that was never killed, on one rank."""
     folder, before = tmp_path_factory.mktemp("runs"), server.answered.total()
-    (rows,) = ranks.run(1, _refine, [*words, f"runs_dir={folder}", "name=whole"])
+    (rows,) = ranks.run(1, run_job, "refine_solutions", [*words, f"runs_dir={folder}", "name=whole"])
     return folder / "whole", rows, server.answered.total() - before
 
 
@@ -146,14 +122,9 @@ def test_a_job_killed_in_refinement_or_reasoning_leaves_the_same_files_and_asks_
 ):
     words, (expected, rows, replies) = [*words, f"runs_dir={tmp_path}", "name=killed"], whole
     server.answered.clear()
-    victim = RankPool(1)
-    try:
-        with pytest.raises(AssertionError, match="died"):
-            victim.run(1, _refine, words, die_at)
-    finally:
-        victim.close()
+    run_killed(1, "refine_solutions", words, die_at)
     assert not (tmp_path / "killed" / "summary.json").exists()
-    (resumed,) = ranks.run(1, _refine, words)
+    (resumed,) = ranks.run(1, run_job, "refine_solutions", words)
     assert resumed == rows - (die_at - 1)
     twice = sum(count - 1 for count in server.answered.values())
     assert set(server.answered.values()) <= {1, 2} and twice <= AT_ONCE  # those that were under way
@@ -162,7 +133,7 @@ def test_a_job_killed_in_refinement_or_reasoning_leaves_the_same_files_and_asks_
         told = [(run / "solutions" / name).read_text() for run in (expected, tmp_path / "killed")]
         assert told[0] == told[1]
     server.answered.clear()
-    assert ranks.run(1, _refine, words) == [0] and not server.answered  # all is on disk
+    assert ranks.run(1, run_job, "refine_solutions", words) == [0] and not server.answered  # all is on disk
 
 
 def test_two_ranks_share_the_tasks_and_a_checkpoint_answers_as_an_endpoint_does(ranks, tmp_path, words, server):
@@ -175,7 +146,7 @@ def test_two_ranks_share_the_tasks_and_a_checkpoint_answers_as_an_endpoint_does(
     words += [f"refiner.checkpoint={tmp_path}/model", f"runs_dir={tmp_path}", "name=babble"]
     words += [f"prompts.sources.a.path={tmp_path}/rows.jsonl", "wording.checklist='{question}'"]  # the model is small
     with pytest.raises(AssertionError, match="none of 6 tasks is accepted, 0 were not"):  # it babbles, and the job says so
-        ranks.run(2, _refine, words)
+        ranks.run(2, run_job, "refine_solutions", words)
     records = records_of(tmp_path / "babble")
     assert {rule for one in records for rule in one["rejected_by"]} == {"unreadable_checklist"}
     files = sorted((tmp_path / "babble" / "synthesis").glob("refiner-*.rank-*.jsonl"))

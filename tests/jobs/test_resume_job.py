@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.data.data_tokenizers import chat, tiny
-from tools.rank_pool import RankPool
+from tests.jobs.killed import STEP, run_job, run_killed
 
 STEPS, EVERY = 10, 5
 LAYOUTS = {"dp2": [], "tp2": ["parallel.tensor=2"], "pp2": ["parallel.pipeline=2"], "cp2": ["parallel.context=2"]}
@@ -37,29 +37,6 @@ def words(tmp_path_factory) -> list[str]:
     rate = ["optimizer.lr=1e-2", "optimizer.warmup_steps=3"]
     processes = ["data.workers=0", "data.loader_workers=0"]  # a rank of the pool may not have children
     return [*MODEL, "parallel=cpu2", *sizes, "data=files", *data, *rate, *processes, "checkpoint.keep_every=5", "log.wandb=off"]
-
-
-def _sft(words: list[str], die_in_step: int | None = None) -> None:
-    """What `torchrun -m megatron_nb.sft WORDS` runs on this rank."""
-    import torch.distributed as dist
-
-    from megatron_nb import sft
-
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
-    sys.argv = ["sft", *words]
-    step, done = sft.Trainer.step, [0]
-
-    def step_or_die(*args, **kwargs):
-        done[0] += 1
-        if done[0] == die_in_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args, **kwargs)
-
-    sft.Trainer.step = step_or_die
-    try:
-        sft.main()
-    finally:
-        sft.Trainer.step = step
 
 
 def _metrics(run: Path) -> dict[int, tuple]:
@@ -91,15 +68,10 @@ def _flatten(key: str, value, found: dict) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ten_steps_equal_five_kill_9_and_five(ranks, tmp_path, words, layout):
     words = [*words, *LAYOUTS[layout], f"runs_dir={tmp_path}"]
-    ranks.run(2, _sft, [*words, "name=whole"])
-    victims = RankPool(2)
-    try:
-        with pytest.raises(AssertionError, match="died"):
-            victims.run(2, _sft, [*words, "name=killed"], 8)
-    finally:
-        victims.close()
+    ranks.run(2, run_job, "sft", [*words, "name=whole"])
+    run_killed(2, "sft", [*words, "name=killed"], 8, STEP)
     assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-00000005"]
-    ranks.run(2, _sft, [*words, "name=killed"])
+    ranks.run(2, run_job, "sft", [*words, "name=killed"])
 
     whole, killed = _metrics(tmp_path / "whole"), _metrics(tmp_path / "killed")
     assert sorted(whole) == list(range(1, STEPS + 1)) and len({loss for loss, *_ in whole.values()}) == STEPS

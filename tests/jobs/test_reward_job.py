@@ -1,18 +1,15 @@
 """The reward-model job: golden losses at several layouts, kill -9 and resume bit for bit, export, hand-over, bad rows."""
 
 import json
-import os
 import random
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.data.data_tokenizers import tiny
+from tests.jobs.killed import STEP, run_job, run_killed
 from tests.jobs.test_resume_job import MODEL, _content, _equal
-from tools.rank_pool import RankPool
 
 STEPS, EVERY = 10, 5
 # of the same job at every layout; a change here changes what everybody trains, and must say why
@@ -54,29 +51,6 @@ def words(tmp_path_factory) -> list[str]:
     return [*MODEL, "parallel=cpu2", *sizes, *data, *rate, "checkpoint.keep_every=5", "log.wandb=off"]
 
 
-def _train(kind: str, words: list[str], die_in_step: int | None = None) -> None:
-    """What `torchrun -m megatron_nb.reward_model --config-name reward_KIND WORDS` runs on this rank."""
-    import torch.distributed as dist
-
-    from megatron_nb import reward_model
-
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
-    sys.argv = ["reward_model", "--config-name", f"reward_{kind}", *words]
-    step, done = reward_model.Trainer.step, [0]
-
-    def step_or_die(*args, **kwargs):
-        done[0] += 1
-        if done[0] == die_in_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*args, **kwargs)
-
-    reward_model.Trainer.step = step_or_die
-    try:
-        reward_model.main()
-    finally:
-        reward_model.Trainer.step = step
-
-
 def _rows(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -87,19 +61,15 @@ def _losses(run: Path) -> dict[int, tuple]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_equal_five_kill_9_and_five(ranks, tmp_path, words, case):
-    words, kind = [*words, *CASES[case], f"runs_dir={tmp_path}"], case.partition("-")[0]
-    ranks.run(2, _train, kind, [*words, "name=whole"])
+    kind = case.partition("-")[0]
+    words = [f"--config-name=reward_{kind}", *words, *CASES[case], f"runs_dir={tmp_path}"]
+    ranks.run(2, run_job, "reward_model", [*words, "name=whole"])
     whole = _losses(tmp_path / "whole")
     assert sorted(whole) == list(range(1, STEPS + 1))
     assert [whole[step][0] for step in sorted(whole)] == pytest.approx(GOLDEN[kind], rel=1e-4)
-    victims = RankPool(2)
-    try:
-        with pytest.raises(AssertionError, match="died"):
-            victims.run(2, _train, kind, [*words, "name=killed"], 8)
-    finally:
-        victims.close()
+    run_killed(2, "reward_model", [*words, "name=killed"], 8, STEP)
     assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-00000005"]
-    ranks.run(2, _train, kind, [*words, "name=killed"])
+    ranks.run(2, run_job, "reward_model", [*words, "name=killed"])
     assert _losses(tmp_path / "killed") == whole
     name = f"checkpoints/step-{STEPS:08d}"
     expected, found = _content(tmp_path / "whole" / name), _content(tmp_path / "killed" / name)
@@ -120,7 +90,8 @@ def test_a_run_learns_is_exported_and_scores_the_same_everywhere(ranks, tmp_path
     from tools.convert_hf import export_hf, import_hf
 
     longer = ["num_steps=80", "validate_every=80", "checkpoint.every=80", "optimizer.lr=3e-3"]
-    ranks.run(1, _train, kind, [*words, "parallel=cpu1", f"runs_dir={tmp_path}", "name=run", *longer])
+    words = [f"--config-name=reward_{kind}", *words, "parallel=cpu1", f"runs_dir={tmp_path}", "name=run", *longer]
+    ranks.run(1, run_job, "reward_model", words)
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["heldout_accuracy_after"] >= 0.9 and summary["heldout_loss_after"] < summary["heldout_loss_before"]
@@ -207,7 +178,7 @@ def _error(kind: str, words: list[str]) -> str:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            _train(kind, words)
+            run_job("reward_model", [f"--config-name=reward_{kind}", *words])
         except SystemExit as stopped:
             assert stopped.code == 1
             return said.getvalue()

@@ -1,8 +1,6 @@
 """The synthesis job on two ranks: killed in sampling and in judging it goes on, with the pairs of a run never killed."""
 
 import json
-import os
-import signal
 import sys
 
 import pytest
@@ -11,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from megatron_nb import synthesize_preferences
 from megatron_nb.config import compose
 from tests.data.data_tokenizers import tiny
+from tests.jobs.killed import run_job, run_killed
 from tests.model.hf_folders import save_random
-from tools.rank_pool import RankPool
 
 
 class Letters:
@@ -45,33 +43,11 @@ def words(tmp_path_factory) -> list[str]:
     return [*prompts, *models, *engine, *judge, "pairs.balance_length=false"]
 
 
-def _synthesize(words: list[str], die_at: int | None = None) -> int:
-    """What `torchrun -m megatron_nb.synthesize WORDS` runs on this rank; dies as it writes its `die_at`th row. Rows written."""
-    import torch.distributed as dist
-
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}
-    sys.argv = ["synthesize", *words]
-    write, written = synthesize_preferences.Ledger.__setitem__, [0]
-
-    def write_or_die(self, key, row):
-        written[0] += 1
-        if written[0] == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self, key, row)
-
-    synthesize_preferences.Ledger.__setitem__ = write_or_die
-    try:
-        synthesize_preferences.main()
-    finally:
-        synthesize_preferences.Ledger.__setitem__ = write
-    return written[0]
-
-
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory, words):
     """(run folder, rows written by each rank) of a run that was never killed."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder / "whole", ranks.run(2, _synthesize, [*words, f"runs_dir={folder}", "name=whole"])
+    return folder / "whole", ranks.run(2, run_job, "synthesize_preferences", [*words, f"runs_dir={folder}", "name=whole"])
 
 
 @pytest.mark.parametrize("die_at", [4, 16])
@@ -79,14 +55,9 @@ def test_a_job_killed_in_sampling_or_judging_writes_the_same_pairs_and_samples_n
     ranks, tmp_path, words, whole, die_at
 ):
     words, (expected, rows) = [*words, f"runs_dir={tmp_path}"], whole
-    victims = RankPool(2)
-    try:
-        with pytest.raises(AssertionError, match="died"):
-            victims.run(2, _synthesize, [*words, "name=killed"], die_at)
-    finally:
-        victims.close()
+    run_killed(2, "synthesize_preferences", [*words, "name=killed"], die_at)
     assert not (tmp_path / "killed" / "summary.json").exists()
-    resumed = ranks.run(2, _synthesize, [*words, "name=killed"])
+    resumed = ranks.run(2, run_job, "synthesize_preferences", [*words, "name=killed"])
     assert sum(resumed) <= sum(rows) - (die_at - 1)
     for part in ("train", "heldout"):
         pairs = [(run / "pairs" / f"{part}.jsonl").read_text() for run in (expected, tmp_path / "killed")]
@@ -95,7 +66,7 @@ def test_a_job_killed_in_sampling_or_judging_writes_the_same_pairs_and_samples_n
     assert summary["prompts"] == 12 and summary["dropped_too_long"] == 1
     dropped = sum(value for key, value in summary.items() if key.startswith("dropped_"))
     assert summary["pairs"] + dropped == 12
-    assert ranks.run(2, _synthesize, [*words, "name=killed"]) == [0, 0]  # all is on disk
+    assert ranks.run(2, run_job, "synthesize_preferences", [*words, "name=killed"]) == [0, 0]  # all is on disk
 
 
 def test_a_dry_run_tells_prompts_models_and_judge_and_does_nothing(monkeypatch, capsys, tmp_path, words):

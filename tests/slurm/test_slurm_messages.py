@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_nb import slurm
 from tests.slurm.cluster_run import SITE, needs_slurm, running_cluster
 
 pytestmark = needs_slurm
@@ -116,3 +117,22 @@ def test_a_job_for_a_node_that_is_down_waits_with_the_reason(cluster, tmp_path):
         cluster.slurm_says("scancel", job_id)
     finally:
         cluster.slurm.start_node("n4")
+
+
+def test_a_run_is_not_submitted_a_second_time_while_the_controller_is_away(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "PAUSES_S", (0.5,))
+    site = tmp_path / "site.yaml"
+    site.write_text(f"{SITE}\noptions: [--hold]\n")
+    words = cluster.words("held", f"launch.slurm.site={site}")
+    job_id = cluster.main(*words).rpartition("\njob ")[2].partition(":")[0]
+    cluster.slurm.stop_controller()
+    try:
+        told = cluster.main(*words, code=1)
+        assert f"whether job {job_id} waits or runs is not known" in told and "Unable to contact slurm controller" in told
+        assert "held is not known: " in cluster.status("held", code=1)
+    finally:
+        cluster.slurm.start_controller()
+    assert f"is the run of job {job_id}, which waits or runs" in cluster.main(*words, code=1)
+    cluster.slurm_says("scancel", job_id)
+    monkeypatch.setenv("SLURM_CONF", cluster.slurm.env["SLURM_CONF"])
+    assert slurm.state("999999") is None  # forgotten, or never known

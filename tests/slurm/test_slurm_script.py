@@ -1,12 +1,13 @@
 """The script that goes to sbatch: what it says follows from configuration and site, and a dry run touches nothing."""
 
+import json
 import shlex
 import subprocess
 import sys
 
 import pytest
 
-from megatron_nb import sft
+from megatron_nb import sft, slurm
 from megatron_nb.config import ConfigError, compose
 from megatron_nb.launch import slurm_job
 from megatron_nb.slurm import PROJECT, Job, Site, SlurmConfig
@@ -110,19 +111,73 @@ def test_without_slurm_a_submission_says_what_to_do(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+def programs(folder, monkeypatch, **does):
+    """Programs of these names come before those of the system."""
+    for name, script in does.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
 @pytest.mark.parametrize(
     ("said", "remedy"),
     [
         ("Invalid account or account/partition combination specified", "set account in the site file"),
         ("Invalid qos specification", "set qos in the site file"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "lower launch.slurm.time"),
+        ("Batch job submission failed: Unable to contact slurm controller (connect failure)", "nothing was submitted"),
+        ("Batch job submission failed: Socket timed out on send/recv operation", "it may be in the queue all the same"),
     ],
 )
 def test_what_sbatch_refuses_is_said_with_its_remedy(tmp_path, monkeypatch, said, remedy):
-    for name, does in (("squeue", ""), ("sbatch", f"echo 'sbatch: error: {said}' >&2; exit 1")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    programs(tmp_path, monkeypatch, squeue="", sbatch=f"echo 'sbatch: error: {said}' >&2; exit 1")
     with pytest.raises(ConfigError, match="Slurm refuses the job") as error:
         job(tmp_path).submit()
     assert said in str(error.value) and remedy in str(error.value)
+
+
+AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.fixture
+def had_job(tmp_path, monkeypatch):
+    """A job whose run was submitted before; what sbatch is called with is written down. Pauses are short."""
+    monkeypatch.setattr(slurm, "PAUSES_S", (0.0, 0.0))
+    programs(tmp_path, monkeypatch, sbatch=f"echo called >> {tmp_path}/submitted; echo 8")
+    again = job(tmp_path)
+    again.folder.mkdir(parents=True)
+    (again.folder / "job.json").write_text(json.dumps({"id": "7"}))
+    return again
+
+
+def test_a_run_is_not_submitted_again_while_the_controller_does_not_say_what_became_of_its_job(had_job, tmp_path, monkeypatch):
+    programs(tmp_path, monkeypatch, squeue=f"echo asked >> {tmp_path}/asked; {AWAY}")
+    with pytest.raises(ConfigError, match="whether job 7 waits or runs is not known.*failed 3 times.*Unable to contact.*sinfo"):
+        had_job.submit()
+    assert not (tmp_path / "submitted").exists() and (tmp_path / "asked").read_text().count("asked") == 3
+    assert json.loads((had_job.folder / "job.json").read_text())["id"] == "7"
+
+
+def test_a_controller_that_is_away_for_a_moment_is_asked_again(had_job, tmp_path, monkeypatch):
+    programs(tmp_path, monkeypatch, squeue=f"[ -e {tmp_path}/back ] && echo RUNNING && exit; touch {tmp_path}/back; {AWAY}")
+    assert slurm.running(had_job.run) == "7"
+
+
+@pytest.mark.parametrize("forgotten", [GONE, "echo", "echo COMPLETED"])
+def test_a_run_whose_job_has_ended_or_is_forgotten_is_submitted_again(had_job, tmp_path, monkeypatch, forgotten):
+    programs(tmp_path, monkeypatch, squeue=forgotten)
+    assert had_job.submit() == "8" and (tmp_path / "submitted").read_text() == "called\n"
+
+
+def test_the_status_calls_a_run_not_known_while_the_controller_does_not_answer(had_job, tmp_path, monkeypatch):
+    from tools import status
+
+    programs(tmp_path, monkeypatch, squeue=AWAY)
+    (had_job.run / "lock").touch()
+    told = status.status_of(had_job.run, "one", 5)
+    assert told.state == "not known" and "whether job 7 waits or runs is not known" in told.reason
+    (had_job.run / "lock").unlink()
+    (had_job.run / "logs" / "attempt-1").mkdir(parents=True)
+    (had_job.folder / "stopped-7.txt").write_text("no such file")  # the job itself says so: it has ended
+    assert status.status_of(had_job.run, "one", 5).reason == "no such file"
