@@ -147,8 +147,8 @@ def test_a_headline_that_is_named_later_is_looked_for_in_what_was_trained_on(cha
 
 
 def test_rows_that_are_not_there_are_no_clean_rows(chain):
-    (chain.folder / "one.jsonl").unlink()
-    with pytest.raises(ValueError, match="one.jsonl' names no data file"):
+    chain.stages["one"].words.append(f"data.sources.b.path={chain.folder}/more.jsonl")
+    with pytest.raises(ValueError, match="more.jsonl' names no data file"):
         chain.run()
     assert chain.begun == ["headline_one"]
 
