@@ -3,7 +3,8 @@
 python -m megatron_nb.cascade --config-name cascade name=RECIPE [launch=slurm] [overrides] [--dry-run]
 
 A stage that is done is never run again, and one that waits or runs is not submitted again: the same command continues. A stage
-whose gate does not hold ends the chain (exit code 86). ledger.json tells what every stage has come to.
+whose gate does not hold ends the chain (exit code 86), and so do rows that hold items of headline tasks, before a stage trains
+on them. ledger.json tells what every stage has come to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron_nb.chain import CascadeConfig, Link, links_of
 from megatron_nb.chain_check import Checked, changed_since, check_links, refuse
 from megatron_nb.config import ConfigError, job, to_yaml
 from megatron_nb.launch import slurm_job
-from megatron_nb.ledger import GATE_EXIT, GateShut, check_gate, write_chain, write_ledger
+from megatron_nb.ledger import GATE_EXIT, GateShut, check_gate, summary_of, write_chain, write_ledger
 from megatron_nb.run import Lock, run_folder, write_atomic
 
 STAGE = "stage"  # the resolved configuration of a link, as a stage file in its run
@@ -55,7 +56,7 @@ def run_here(links: list[Link]) -> None:
                 log.error("%s ended with %d after %.0f s: see tools/status.py %s; the same command goes on", place, code,
                           time.monotonic() - began, root)  # fmt: skip
                 sys.exit(code if code > 0 else 128 - code)
-            if not link.done:
+            if summary_of(link.run) is None:
                 raise ConfigError(
                     f"{link.name} ended well, but wrote no {link.run}/summary.json: do its words start it elsewhere?"
                 )
@@ -91,6 +92,8 @@ def submit(links: list[Link], slurm_config: slurm.SlurmConfig) -> dict[str, str]
             check_gate(link.run.parent, link.name, link.gate)
             continue
         known = slurm.running(link.run)
+        if known is None and link.searches and slurm.running(link.run.parent / link.searches) is not None:
+            continue  # its stage was submitted behind a search
         if known is None:
             ready = slurm_job(link.config, link.name, link.module)
             ready.finish = shlex.join(["python", "-m", "megatron_nb.ledger", str(link.run.parent), link.name])
@@ -191,7 +194,8 @@ def tell(root: Path) -> None:
 def run(config: CascadeConfig) -> None:
     """The chain to its end, or into the queue. ConfigError before any work; SystemExit with a stage's code; GateShut."""
     links, root = links_of(config), run_folder(config.runs_dir, config.name)
-    behind = links[[link.name for link in links].index(config.from_stage) :] if config.from_stage else []
+    first = [config.from_stage in (link.name, link.searches) for link in links].index(True) if config.from_stage else len(links)
+    behind = links[first:]
     for link in behind:
         link.anew = True
     warn(links)
@@ -214,7 +218,7 @@ def run(config: CascadeConfig) -> None:
 def warn(links: list[Link]) -> None:
     """Name the stages that are done and would be made in another way now."""
     for link in links:
-        if link.done and (changed := changed_since(link)):
+        if link.done and link.searches is None and (changed := changed_since(link)):
             told = ", ".join(f"{key}: {then!r} then, {now!r} now" for key, (then, now) in changed.items())
             log.warning("%s is done with other settings (%s): from_stage=%s makes it anew", link.name, told, link.name)
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from megatron_nb import slurm
 from megatron_nb.config import STAGES, ConfigError, compose, groups_in, is_group, schema_in
+from megatron_nb.evals.overlap import training_sources
 from megatron_nb.launch import LaunchConfig
 from megatron_nb.ledger import Gate, Known, LedgerConfig, summary_of
 from megatron_nb.run import run_folder
-from megatron_nb.schema import require_key
+from megatron_nb.schema import plain, require_key
 
 JOBS = {  # the schema that a stage file begins with -> its job
     "SftConfig": "megatron_nb.sft",
@@ -31,8 +32,12 @@ JOBS = {  # the schema that a stage file begins with -> its job
     "RefineConfig": "megatron_nb.refine_solutions",
     "EvaluateConfig": "megatron_nb.evaluate",
     "ExportConfig": "megatron_nb.export_model",
+    "HeadlineConfig": "megatron_nb.headline",
 }
 POLICIES = ("megatron_nb.sft", "megatron_nb.rl")  # jobs whose checkpoints are worth an evaluation
+TRAINERS = (*POLICIES, "megatron_nb.reward_model")  # jobs whose rows are searched for items of headline tasks
+SEARCH = "headline"  # the stage file of that search
+TAKE_OUT = "take out the rows that its overlap_report.json names"
 CHAIN = "chain"  # {chain} in words: the folder of the chain itself
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # of a stage: a folder's, and a key's of the command line
 PLACE = re.compile(r"\{([A-Za-z_][\w.-]*)\}")  # braces of Hydra's mappings hold a colon
@@ -70,8 +75,9 @@ class CascadeConfig:
         for place, (name, stage) in enumerate(self.stages.items()):
             if not NAME.fullmatch(name):
                 raise ValueError(f"stages.{name}: a stage's name must be made of letters, digits, _ and -, a letter first")
-            if name == CHAIN or name.startswith("evaluate_"):
-                raise ValueError(f"stages.{name}: {CHAIN} and evaluate_... are names of the chain's own; take another")
+            if name == CHAIN or name.startswith(("evaluate_", "headline_")):
+                own = f"{CHAIN}, evaluate_... and headline_..."
+                raise ValueError(f"stages.{name}: {own} are names of the chain's own; take another")
             for other in filter(None, [stage.start_from, *stage.after]):
                 if other not in names[:place]:
                     before = ", ".join(names[:place]) or "none"
@@ -85,7 +91,7 @@ class CascadeConfig:
 
 @dataclass
 class Link:
-    """A stage, or an evaluation behind one, ready to run."""
+    """A stage, an evaluation behind one, or the search before one, ready to run."""
 
     name: str
     stage: str
@@ -97,11 +103,16 @@ class Link:
     start_from: str | None = None
     gate: Gate | None = None
     evaluates: str | None = None  # a stage; "": the model before all
+    searches: str | None = None  # a stage, whose rows are searched for items of the headline tasks
     anew: bool = False  # made again, whatever lies there
 
     @property
     def done(self) -> bool:
-        return not self.anew and summary_of(self.run) is not None
+        summary = None if self.anew else summary_of(self.run)
+        if summary is None or self.searches is None:
+            return summary is not None
+        # rows may become others until they are trained on: the search is made again, of what has changed
+        return self.gate.passed(summary) and summary_of(self.run.parent / self.searches) is not None
 
     @property
     def known(self) -> Known:
@@ -110,31 +121,43 @@ class Link:
 
 def links_of(config: CascadeConfig) -> list[Link]:
     """Every link with its composed configuration, in order. ConfigError naming the stage whose words are wrong."""
-    root, links = run_folder(config.runs_dir, config.name), []
-    folders = {CHAIN: root}
-    words, used = _for_all(config), set()
-    for name, link in _planned(config):
-        evaluates = name.removeprefix("evaluate_") if name not in config.stages else None
-        folder = root / name
-        try:
-            module, schema = job_of(link.stage)
-            shared = [word for word in words if _knows(schema, link.stage, word)]
-            used.update(shared)
-            own = [*link.words, *([f"init_from={{{link.start_from}}}"] if link.start_from else [])]
-            read = [place for word in [*shared, *own] for place in PLACE.findall(word)]
-            told = [placed(word, folders) for word in [*shared, *own]] + [f"name={name}", f"runs_dir={quoted(root)}"]
-            waits_for = [other for other in dict.fromkeys([*read, *link.after]) if other != CHAIN]
-            links.append(Link(
-                name, link.stage, module, compose(schema, link.stage, told), [f"--config-name={link.stage}", *told], folder,
-                waits_for, link.start_from, link.gate, "" if evaluates == "base" else evaluates,
-            ))  # fmt: skip
-        except (ValueError, KeyError) as error:
-            what = f"no stage before it is named {error}" if isinstance(error, KeyError) else error
-            raise ConfigError(f"{f'stages.{name}' if evaluates is None else f'ledger ({name})'}: {what}") from error
-        folders[name] = folder
+    links, folders, used = [], {CHAIN: run_folder(config.runs_dir, config.name)}, set()
+    for name, stage in _planned(config):
+        link = _link(config, name, stage, folders, used)
+        if name not in config.stages:
+            link.evaluates = "" if name == "evaluate_base" else name.removeprefix("evaluate_")
+        elif link.stage == SEARCH:
+            raise ConfigError(f"stages.{name}: name the tasks in ledger.headline: it stands before all that train then")
+        elif config.ledger.headline and link.module in TRAINERS and (rows := training_sources(plain(link.config))):
+            before = _link(config, f"headline_{name}", _search(config.ledger, list(rows.values()), folders), folders, used)
+            before.searches = name
+            link.waits_for.append(before.name)
+            links.append(before)
+        links.append(link)
+        folders[name] = link.run
     if lost := [word for word in config.words if word not in used]:
         raise ConfigError(f"words: no stage of the chain knows {', '.join(lost)}")
     return links
+
+
+def _link(config: CascadeConfig, name: str, link: StageConfig, folders: dict[str, Path], used: set[str]) -> Link:
+    """One of the chain. folders: of the links before it; used: takes the chain's words that it knows."""
+    root = folders[CHAIN]
+    try:
+        module, schema = job_of(link.stage)
+        shared = [word for word in _for_all(config) if _knows(schema, link.stage, word)]
+        used.update(shared)
+        own = [*link.words, *([f"init_from={{{link.start_from}}}"] if link.start_from else [])]
+        read = [place for word in [*shared, *own] for place in PLACE.findall(word)]
+        told = [placed(word, folders) for word in [*shared, *own]] + [f"name={name}", f"runs_dir={quoted(root)}"]
+        waits_for = [other for other in dict.fromkeys([*read, *link.after]) if other != CHAIN]
+        return Link(
+            name, link.stage, module, compose(schema, link.stage, told), [f"--config-name={link.stage}", *told], root / name,
+            waits_for, link.start_from, link.gate,
+        )  # fmt: skip
+    except (ValueError, KeyError) as error:
+        what = f"no stage before it is named {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{f'stages.{name}' if name in config.stages else f'ledger ({name})'}: {what}") from error
 
 
 def placed(word: str, folders: dict[str, Path]) -> str:
@@ -163,6 +186,16 @@ def _planned(config: CascadeConfig) -> Iterator[tuple[str, StageConfig]]:
         wanted = name in ledger.of if ledger.of is not None else JOBS.get(schema_in(stage.stage) or "") in POLICIES
         if ledger.words and wanted:
             yield f"evaluate_{name}", StageConfig(ledger.stage, [*ledger.words, f"checkpoint={{{name}}}"])
+
+
+def _search(ledger: LedgerConfig, rows: list[str], folders: dict[str, Path]) -> StageConfig:
+    """The search of a stage's rows for the headline tasks. It waits for those who make the rows, not for the stage's start."""
+    schema = job_of(SEARCH)[1]
+    words = [word for word in ledger.words if _knows(schema, SEARCH, word)]
+    words += [f"only=[{','.join(map(quoted, ledger.headline))}]", f"rows=[{','.join(map(quoted, dict.fromkeys(rows)))}]"]
+    words += ["launch.slurm.nodes=1", "launch.slurm.ranks_per_node=1"]
+    makers = [name for name, folder in folders.items() if any(Path(path).absolute().is_relative_to(folder) for path in rows)]
+    return StageConfig(SEARCH, words, after=makers, gate=Gate("items_met", at_most=0, remedy=TAKE_OUT))
 
 
 def _for_all(config: CascadeConfig) -> list[str]:

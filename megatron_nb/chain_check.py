@@ -115,8 +115,9 @@ def changed_since(link: Link) -> dict[str, tuple[Any, Any]]:
 def refuse(links: list[Link], checked: dict[str, Checked]) -> None:
     """ConfigError naming every stage that cannot run, or stay, as things are."""
     lines, done = [], {link.name for link in links if link.done}
+    makers = {link.name for link in links if link.searches is None}  # a search makes nothing: a stage may be done without
     for link in links:
-        if link.name in done and (gone := [name for name in link.waits_for if name not in done]):
+        if link.name in done and (gone := [name for name in link.waits_for if name in makers - done]):
             lines.append(f"  {link.name} is done, but {gone[0]}, which it is made from, is not: from_stage={gone[0]} does both")
     for name, found in checked.items():
         lines += [f"  {name}: {found.problem}"] if found.problem else []

@@ -36,6 +36,7 @@ class Gate:
     minus: str | None = None  # another one, taken off first: {metric: reward_after, minus: reward_before, at_least: 0.05}
     at_least: float | None = None
     at_most: float | None = None
+    remedy: str | None = None  # where it does not hold; null: make the stage anew with better settings, or move the bound
 
     def __post_init__(self):
         if not self.metric:
@@ -70,6 +71,11 @@ class LedgerConfig:
     words: list[str] = field(default_factory=list)  # their command line, with their tasks; none: no evaluations
     of: list[str] | None = None  # stages; null: every one that trains a policy (sft, rl)
     base: str | None = None  # a model folder that is evaluated before all stages
+    headline: list[str] = field(default_factory=list)  # of the tasks that `words` name, those on which no stage may train
+
+    def __post_init__(self):
+        if self.headline and not self.words:
+            raise ValueError(f"ledger.headline={self.headline}: ledger.words is empty, so there are no tasks: name them there")
 
 
 @dataclass
@@ -132,9 +138,10 @@ def check_gate(root: Path, name: str, gate: Gate | None) -> None:
     """GateShut when the stage is done and its gate does not hold."""
     row = gate_row(gate, summary_of(root / name))
     if row is not None and row["passed"] is False:
+        anew = f"run it anew with from_stage={name} and better settings, or change stages.{name}.gate"
         raise GateShut(
-            f"{name} is done, but the chain must not go on: its gate is {row['told']}. See {root / name}; then run it anew "
-            f"with from_stage={name} and better settings, or change stages.{name}.gate and give the same command again"
+            f"{name} is done, but the chain must not go on: its gate is {row['told']}. See {root / name}; then "
+            f"{gate.remedy or anew} and give the same command again"
         )
 
 

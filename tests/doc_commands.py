@@ -23,7 +23,7 @@ from megatron_nb.config import compose
 ROOT = Path(__file__).parents[1]
 SHELLS = {"bash", "sh", "shell", "console"}
 BEGINS = re.compile(r"(\.\.\.|make|python|torchrun|sudo|srun|sinfo|eval|pip|pytest|curl|tools/\S+\.sh|slurm/\S+\.sh)\s")
-STAGES = re.compile(r"megatron_nb\.(sft|reward_model|rl|evaluate|synthesize\w*|refine_solutions|export_model|cascade)")
+STAGES = re.compile(r"megatron_nb\.(sft|reward_model|rl|evaluate|synthesize\w*|refine_solutions|export_model|headline|cascade)")
 DOTS = {  # what `...` stands for, by stage: the first choice that goes with the other words
     "sft": ["parallel=h100_64 context=64k"],
     "sft_complexity_judge": ["data.sources.programs.path=rows/*.jsonl"],

@@ -8,6 +8,7 @@ from megatron_nb import (
     cascade,
     evaluate,
     export_model,
+    headline,
     refine_solutions,
     reward_model,
     rl,
@@ -25,7 +26,7 @@ SCHEMAS = (
     sft.SftConfig, reward_model.RewardModelConfig, rl.RlConfig, synthesize_preferences.PreferencesConfig,
     synthesize_complexity.ComplexityConfig, synthesize_trajectories.TrajectoriesConfig,
     refine_solutions.RefineConfig, synthesize_questions.QuestionsConfig, cascade.CascadeConfig,
-    evaluate.EvaluateConfig, export_model.ExportConfig,
+    evaluate.EvaluateConfig, export_model.ExportConfig, headline.HeadlineConfig,
 )  # fmt: skip
 JOBS = {schema.__name__: schema for schema in SCHEMAS}
 STAGE_FILES = sorted(STAGES.glob("*.yaml"))

@@ -30,7 +30,7 @@ LAYERS = [
     [
         *("megatron_nb.sft", "megatron_nb.reward_model", "megatron_nb.rl", "megatron_nb.evaluate"),
         *(f"megatron_nb.synthesize_{what}" for what in ("preferences", "complexity", "questions", "trajectories")),
-        "megatron_nb.refine_solutions", "megatron_nb.export_model",
+        "megatron_nb.refine_solutions", "megatron_nb.export_model", "megatron_nb.headline",
     ],
     ["megatron_nb.synthesize"],
     ["megatron_nb.cascade"],

@@ -98,7 +98,7 @@ def test_the_command_describes_the_whole_recipe_and_writes_nothing(tmp_path, mon
     monkeypatch.setattr(sys, "argv", ["cascade", f"runs_dir={tmp_path}", "--dry-run"])
     cascade.main()
     told = capfd.readouterr().out
-    assert told.count("to do") == 28 and "PROBLEM" not in told and f"init_from={tmp_path}/cascade/sft_32k" in told
+    assert told.count("to do") == 39 and "PROBLEM" not in told and f"init_from={tmp_path}/cascade/sft_32k" in told
     assert list(tmp_path.iterdir()) == []
 
 
