@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PYTHON
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart recipe-tiny recipe-135m demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge demo-search \
+.PHONY: help setup quickstart demo-sft recipe-tiny recipe-135m demo-rl demo-rl-seeds demo-code demo-code-seeds demo-complexity-judge demo-search \
 	demo-search-seeds test test-serve test-slurm test-recipe lint plan-check \
 	verify verify-conversion verify-swap verify-judge test-256k bench-train bench-rl bench-engine bench-judge \
 	bench-complexity bench-search bench-walk bench-agent bench-data bench-kernels mutate-kernels gpu-check
@@ -14,10 +14,13 @@ help:  ## this list
 setup:  ## make .venv and install (PYTHON=... names the interpreter)
 	@tools/setup_venv.sh
 
-quickstart: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after; 5 minutes
-	$(PY) tools/quickstart.py
+quickstart: setup  ## the whole recipe with a small model on the CPU, from synthesis to report page and export; 25 minutes
+	$(PY) tools/recipe_tiny.py --seed 1
 
-recipe-tiny: setup  ## the whole recipe with a small model on the CPU, synthesis to report and export; three seeds, SEED= only that
+demo-sft: setup  ## fine-tune SmolLM2-135M on tool calls over two ranks, export it, ask it before and after; 5 minutes
+	$(PY) tools/demo_sft.py
+
+recipe-tiny: setup  ## the quickstart in three seeds, with the standard error over them; SEED= only that one
 	$(PY) tools/recipe_tiny.py $(if $(SEED),--seed $(SEED),--seeds 3)
 
 recipe-135m: setup  ## the same with SmolLM2-135M, as far as MINUTES= reach; the same command goes on

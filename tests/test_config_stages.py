@@ -119,7 +119,7 @@ def test_a_layout_that_does_not_fit_is_refused():
         sft.describe_job(config)
 
 
-def test_the_quickstart_mixes_two_sources_and_holds_a_part_out():
-    data = compose(sft.SftConfig, "sft", ["data=quickstart", *SMALL[:3]]).data
+def test_the_sft_demo_mixes_two_sources_and_holds_a_part_out():
+    data = compose(sft.SftConfig, "sft", ["data=demo_sft", *SMALL[:3]]).data
     assert len(data.sources) == 2 and set(data.validation) == set(data.sources)
     assert not {source.path for source in data.sources.values()} & {source.path for source in data.validation.values()}

@@ -2,8 +2,8 @@
 
     python tools/bench_data.py [--tokenizer FOLDER] [--rounds 3] [--out runs/bench-data]
 
-Packing: the quickstart data and, where ../shared/data exists, the data sets in it; a cap of 16 and of 64 times the
-median length, no sample split or cut, the last pack aside. Speed: the quickstart data as plain messages, through
+Packing: the data of demo_sft and, where ../shared/data exists, the data sets in it; a cap of 16 and of 64 times the
+median length, no sample split or cut, the last pack aside. Speed: the data of demo_sft as plain messages, through
 `prepare` (which also finds the loss mask and writes the cache) and through `datasets.map` with TRL's tokenisation, with
 the same number of processes, alternating, medians of wall time. Writes summary.json; fails when a fill is under 99 %.
 """
@@ -32,7 +32,7 @@ from megatron_nb.data.prepare import prepare  # noqa: E402
 from megatron_nb.data.render import Renderer  # noqa: E402
 from megatron_nb.data.sources import DataConfig, SourceConfig  # noqa: E402
 from megatron_nb.data.tokenizer import load_tokenizer  # noqa: E402
-from tools.quickstart_data import build  # noqa: E402
+from tools.demo_sft_data import build  # noqa: E402
 
 GOAL = 0.99
 
@@ -49,8 +49,8 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.tokenizer or smollm2(), "chatml")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build(folder / "quickstart")
-        summary = packing(data_sets(folder / "quickstart"), tokenizer)
+        build(folder / "demo_sft")
+        summary = packing(data_sets(folder / "demo_sft"), tokenizer)
         summary |= speed(folder, tokenizer, arguments)
     short = {name: value for name, value in summary.items() if name.endswith("times") and value < GOAL}
     summary |= {"seed": 0, "wall_s": round(time.monotonic() - begin, 1)}
@@ -68,12 +68,12 @@ def smollm2() -> str:
     return found.submodule_search_locations[0]
 
 
-def data_sets(quickstart: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def data_sets(demo_sft: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(name, rows) of every data set there is."""
-    yield "quickstart", [row for file in sorted(quickstart.glob("*.train.jsonl")) for row in read_lines(file)]
+    yield "demo_sft", [row for file in sorted(demo_sft.glob("*.train.jsonl")) for row in read_lines(file)]
     shared = Path(__file__).parents[2] / "shared" / "data"
     if not shared.is_dir():
-        print("no ../shared/data: only the quickstart data are packed")
+        print("no ../shared/data: only the data of demo_sft are packed")
         return
     tasks = [(row["instruction"], made) for row in read_lines(shared / "chat/seed_tasks.jsonl") for made in row["instances"]]
     dialogues = [dialogue(row["chosen"]) for row in read_lines(shared / "chat/hh_harmless.jsonl.gz")]
@@ -140,7 +140,7 @@ def fill(name: str, lengths: np.ndarray) -> dict[str, float]:
 def speed(folder: Path, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens a second of both ways over the same rows."""
     workers = arguments.workers
-    rows = [plain(row, tokenizer) for file in sorted((folder / "quickstart").glob("*.jsonl")) for row in read_lines(file)]
+    rows = [plain(row, tokenizer) for file in sorted((folder / "demo_sft").glob("*.jsonl")) for row in read_lines(file)]
     rows *= arguments.repeat
     file = folder / "plain.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_nb.run import write_summary
-from tools.quickstart_data import build
+from tools.demo_sft_data import build
 from tools.unpack_gguf import gguf_in_package, unpack
 
 OUT = Path("runs/bench-train")
@@ -32,7 +32,7 @@ WARM_UP = 2
 
 
 def text_rows(folder: Path) -> Path:
-    """The quickstart's conversations as plain text, so that both sides train on every token."""
+    """The conversations of demo_sft as plain text, so that both sides train on every token."""
     target = folder / "rows.jsonl"
     if not target.exists():
         build(folder)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with this project, its tests' needs and the quickstart's data. Returns at once when nothing has changed.
+# Makes .venv with this project, its tests' needs and the data of quickstart and demos. Returns at once when nothing has changed.
 #   make setup            or    make setup PYTHON=/path/to/python3.12
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -86,7 +86,8 @@ def load_reward_model(
     if step is None:
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, local_files_only=True)
     else:
-        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**raw), dtype=dtype)
+        with torch.random.fork_rng([]):  # its first weights are drawn: a resumed run would draw them once more
+            model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**raw), dtype=dtype)
         model.load_state_dict(dict(weights.hf_tensors()))
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise ValueError(

@@ -103,7 +103,9 @@ def test_a_run_learns_is_exported_and_scores_the_same_everywhere(ranks, tmp_path
     raw = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert raw["reward_kind"] == kind and raw["architectures"] == ["LlamaForSequenceClassification"]
     assert raw.get("reward_bound") == (20.0 if kind == "pairwise" else None)
+    random = torch.get_rng_state()
     of_run, tokenizer, found_kind = load_reward_model(run)
+    assert torch.equal(random, torch.get_rng_state()), "a resumed run must go on with its own random numbers"
     of_folder, _, _ = load_reward_model(tmp_path / "hf")
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     path = next(word for word in words if "sources.a.path" in word).partition("=")[2]

@@ -1,4 +1,4 @@
-"""The data tools: quickstart data are the same every time and split by id; prepare_data reports and refuses."""
+"""The data tools: the demo of SFT has the same data every time and split by id; prepare_data reports and refuses."""
 
 import importlib.util
 import json
@@ -14,18 +14,18 @@ from megatron_nb.data.rows import BadRow
 from megatron_nb.data.split import held_out
 from tests.data.data_tokenizers import chat, tiny, write_rows
 from tools import prepare_data
-from tools.quickstart_data import accepted, build, parse_call
+from tools.demo_sft_data import accepted, build, parse_call
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
+def made(tmp_path_factory):
     if importlib.util.find_spec("bfcl_eval") is None:
         pytest.skip("package bfcl-eval is not installed")
-    folder = tmp_path_factory.mktemp("quickstart")
+    folder = tmp_path_factory.mktemp("demo_sft")
     for seed, name in enumerate(("one", "two")):  # own processes: nothing may hang on hash seeds or on earlier state
-        command = [sys.executable, str(ROOT / "tools/quickstart_data.py"), "--out", str(folder / name)]
+        command = [sys.executable, str(ROOT / "tools/demo_sft_data.py"), "--out", str(folder / name)]
         subprocess.run(command, check=True, capture_output=True, env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": str(seed)})
     return folder
 
@@ -34,31 +34,31 @@ def rows(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_quickstart_data_are_the_same_every_time(quickstart):
-    files = sorted(path.name for path in (quickstart / "one").iterdir())
+def test_the_sft_demos_data_are_the_same_every_time(made):
+    files = sorted(path.name for path in (made / "one").iterdir())
     assert files == ["agent.heldout.jsonl", "agent.train.jsonl", "tools.heldout.jsonl", "tools.train.jsonl"]
-    assert all((quickstart / "one" / name).read_bytes() == (quickstart / "two" / name).read_bytes() for name in files)
+    assert all((made / "one" / name).read_bytes() == (made / "two" / name).read_bytes() for name in files)
 
 
-def test_quickstart_data_may_be_built_twice_in_one_process(quickstart, tmp_path):
+def test_the_sft_demos_data_may_be_built_twice_in_one_process(made, tmp_path):
     for _ in range(2):  # the simulated services keep their state
         build(tmp_path)
         for file in tmp_path.iterdir():
-            assert file.read_bytes() == (quickstart / "one" / file.name).read_bytes()
+            assert file.read_bytes() == (made / "one" / file.name).read_bytes()
 
 
-def test_quickstart_split_goes_by_id_and_leaves_nothing_out(quickstart):
+def test_the_sft_demos_split_goes_by_id_and_leaves_nothing_out(made):
     for source, count in (("tools", 2351), ("agent", 200)):
-        files = {part: quickstart / "one" / f"{source}.{part}.jsonl" for part in ("train", "heldout")}
+        files = {part: made / "one" / f"{source}.{part}.jsonl" for part in ("train", "heldout")}
         parts = {part: [row["id"] for row in rows(file)] for part, file in files.items()}
         assert all(held_out(name) for name in parts["heldout"]) and not any(map(held_out, parts["train"]))
         assert len(parts["train"]) + len(parts["heldout"]) == len(set(parts["train"] + parts["heldout"])) == count
 
 
-def test_every_quickstart_row_renders_with_its_calls_trained(quickstart):
+def test_every_row_of_the_sft_demo_renders_with_its_calls_trained(made):
     renderer = Renderer(tiny())
     for source in ("tools", "agent"):
-        items = list(read(str(quickstart / "one" / f"{source}.heldout.jsonl"), source))
+        items = list(read(str(made / "one" / f"{source}.heldout.jsonl"), source))
         for item, found in zip(items, renderer(items), strict=True):
             assert not isinstance(found, BadRow), found
             calls = sum(len(message.get("tool_calls", [])) for message in item.messages)

