@@ -44,6 +44,6 @@ setup(
         "tune": ["optuna>=5,<6"],  # tools/tune.py
         "lm_eval": ["lm-eval[api]>=0.4.9,<0.5"],  # the bridge of megatron_nb/evals/lm_eval.py
         "dev": ["pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.14", "trl>=1.16,<2", "hypothesis>=6.100",
-                "bm25s>=0.3", "rank_bm25>=0.2.2"],
+                "optuna>=5,<6", "bm25s>=0.3", "rank_bm25>=0.2.2"],
     },
 )

@@ -1,13 +1,14 @@
 """No stage of a chain trains on rows that hold items of a headline task: the chain stops before, and says which rows."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megatron_nb import cascade, headline
 from megatron_nb.chain import CascadeConfig, StageConfig, links_of
 from megatron_nb.chain_check import check_links, refuse
-from megatron_nb.config import ConfigError, compose
+from megatron_nb.config import ConfigError, compose, from_yaml
 from megatron_nb.evals import overlap
 from megatron_nb.headline import HeadlineConfig
 from megatron_nb.ledger import GATE_EXIT, GateShut, LedgerConfig, check_gate, read_chain
@@ -56,16 +57,14 @@ def chain(tmp_path, monkeypatch):
     made = Chain()
 
     def run(module, words, ranks):
-        told = dict(word.split("=", 1) for word in words if "=" in word)
-        made.begun.append(told["name"])
+        folder = Path(words[0].removeprefix("--config-dir="))
+        made.begun.append(folder.name)
         if module == "megatron_nb.headline":
             try:
-                headline.main(compose(HeadlineConfig, "headline", words[1:]))
+                headline.main(from_yaml(folder / "stage.yaml", HeadlineConfig))
             except SystemExit as end:
                 return end.code
             return 0
-        folder = tmp_path / "a" / told["name"]
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text("{}")
         return 0
 
@@ -112,7 +111,7 @@ def test_the_same_command_stays_shut_until_the_rows_are_taken_out_and_then_goes_
 
 def test_rows_that_became_others_after_the_search_are_searched_before_they_are_trained_on(chain):
     run = cascade.processes.run
-    cascade.processes.run = lambda module, words, ranks: 1 if "name=two" in words else run(module, words, ranks)
+    cascade.processes.run = lambda module, words, ranks: 1 if words[0].endswith("/two") else run(module, words, ranks)
     assert stopped(chain) == 1  # killed, say
     cascade.processes.run = run
     write_rows(chain.folder / "two.jsonl", RIDDLES[1])
