@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_nb.rollout.store import step_file
+from tools.demo_rl_report import plain
+from tools.demo_search_report import evaluations
+
 MEASURES = {  # the start of a figure in a stage's summary.json -> (what it is, whether less is better); the first that is there
     "heldout_accuracy": ("pairs ordered right, held out", False),
     "heldout_loss": ("loss on rows held out from SFT", True),
@@ -21,7 +25,7 @@ LONGEST = 112  # tokens of an answer
 
 @dataclass
 class Change:
-    """A held-out figure before and after a stage, with the standard error of the difference; 0 where there is none."""
+    """A held-out figure before and after a stage, with the standard error of the difference; 0 where none is known."""
 
     what: str
     before: float
@@ -47,12 +51,26 @@ def changes_of(chain: Path) -> dict[str, Change]:
             if name == "reward" and not row["stage"].startswith("rl_"):
                 continue
             if f"{name}_before" in told and f"{name}_after" in told:
-                # the same questions before and after: independent errors are the larger ones
-                judged = "judge" if "heldout_judge_before" in told else name  # by whom answers were judged (heldout_reward)
-                errors = [told.get(f"heldout_{judged}_error_{when}", 0.0) for when in ("before", "after")]
-                found[row["name"]] = Change(what, told[f"{name}_before"], told[f"{name}_after"], float(np.hypot(*errors)), less)
+                error = paired_error(chain / row["name"]) if name == "reward" else 0.0
+                found[row["name"]] = Change(what, told[f"{name}_before"], told[f"{name}_after"], error, less)
                 break
     return found
+
+
+def paired_error(run: Path) -> float:
+    """Standard error of what an RL run changed: the same held-out prompts are answered before and after."""
+    before, after = (judged(step_file(run, step, "heldout")) for step in (evaluations(run)[0], evaluations(run)[-1]))
+    return plain(np.array([after[prompt] - before[prompt] for prompt in sorted(before.keys() & after.keys())]))[1]
+
+
+def judged(file: Path) -> dict[str, float]:
+    """Prompt -> mean of its answers, by the held-out judge where there is one; answers without a verdict do not count."""
+    found: dict[str, list[float]] = {}
+    for row in _rows(file):
+        if row["score"] is not None:
+            said = row["score"]["parts"].get("heldout_judge", row["score"]["reward"])
+            found.setdefault(row["group_id"].split(".", 2)[2], []).append(said)  # heldoutSTEP.0.PROMPT
+    return {prompt: float(np.mean(its)) for prompt, its in found.items()}
 
 
 def over_seeds(runs: list[dict[str, Change]]) -> dict[str, Change]:

@@ -138,21 +138,39 @@ def ledger(folder, stages):
     return folder
 
 
+def answers(run, step, *rewards, judge=None):
+    """Held-out answers of an evaluation, one a prompt; None: no verdict."""
+    (run / "rollouts").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for prompt, reward in enumerate(rewards):
+        score = None if reward is None else {"reward": reward, "parts": {"heldout_judge": judge[prompt]} if judge else {}}
+        lines.append(json.dumps({"group_id": f"heldout{step}.0.a.{prompt}", "score": score}) + "\n")
+    (run / "rollouts" / f"heldout-{step:08d}.jsonl").write_text("".join(lines))
+
+
 def test_a_stage_is_better_when_its_figure_moved_the_right_way_beyond_two_errors(tmp_path):
+    for name, after in {"rl": (0.7, 0.9, 0.0, 0.8), "rl2": (0.6, 0.8, 0.1, 0.9)}.items():
+        answers(tmp_path / name, 0, 0.5, 0.7, 0.0, 0.8)
+        answers(tmp_path / name, 5, *after)
     found = recipe_tiny_report.changes_of(ledger(tmp_path, [
         ("questions", "synthesize_questions", {"questions": 3}),
         ("sft", "sft", {"heldout_loss_before": 2.0, "heldout_loss_after": 1.0}),
         ("rising", "sft", {"heldout_loss_before": 1.0, "heldout_loss_after": 2.0}),
         ("reward", "reward_pointwise", {"heldout_loss_before": 1.0, "heldout_loss_after": 2.0, "heldout_accuracy_before": 0.5,
                                         "heldout_accuracy_after": 0.7}),
-        ("rl", "rl_pointwise", {"reward_before": 0.5, "reward_after": 0.6, "heldout_reward_error_before": 0.03,
-                                "heldout_reward_error_after": 0.04}),
-        ("rl2", "rl_pairwise", {"reward_before": 0.5, "reward_after": 0.61, "heldout_reward_error_before": 0.03,
-                                "heldout_reward_error_after": 0.04}),
+        ("rl", "rl_pointwise", {"reward_before": 0.5, "reward_after": 0.6}),
+        ("rl2", "rl_pairwise", {"reward_before": 0.5, "reward_after": 0.6}),
     ]))  # fmt: skip
     better = {name: one.better for name, one in found.items()}
     assert better == {"sft": True, "rising": False, "reward": True, "rl": False, "rl2": True}
-    assert found["rl"].error == pytest.approx(0.05)
+    assert found["rl"].error == pytest.approx(0.1 / 3**0.5) and found["rl2"].error == pytest.approx(0)
+
+
+def test_changes_are_taken_prompt_by_prompt_by_the_heldout_judge_and_without_answers_that_have_no_verdict(tmp_path):
+    answers(tmp_path, 0, 1.0, 2.0, 3.0, None, judge=[0.1, 0.2, 0.3, 0.4])
+    answers(tmp_path, 2, 9.0, 9.0, 9.0, 9.0, judge=[9.0, 9.0, 9.0, 9.0])
+    answers(tmp_path, 4, 1.0, None, 2.0, 3.0, judge=[0.2, 0.2, 0.6, 0.4])
+    assert recipe_tiny_report.paired_error(tmp_path) == pytest.approx(0.1)  # changes 0.1 and 0.3
 
 
 def test_over_seeds_the_error_is_that_of_the_mean_change():
