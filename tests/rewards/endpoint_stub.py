@@ -43,38 +43,43 @@ class Handler(BaseHTTPRequestHandler):
             self.server.under_way += 1
             self.server.most_at_once = max(self.server.most_at_once, self.server.under_way)
         try:
-            self._answer()
+            answer = self._answer()
+            time.sleep(0.005)
         finally:
-            with self.server.lock:
+            with self.server.lock:  # before a client can know of its answer and ask for the next
                 self.server.under_way -= 1
+        if answer is not None:
+            self._send(*answer)
 
-    def _answer(self):
+    def _answer(self) -> tuple[int, str] | None:
+        """(status, text); None: there is none to send."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
             self.server.bodies.append(body)
             said = self.server.said[(len(self.server.bodies) - 1) % len(self.server.said)] if self.server.said else ""
         if self.path == "/pooling":
-            return self._send(200, json.dumps({"data": [{"index": 0, "data": [float(len(body["input"][0]))]}]}))
+            return 200, json.dumps({"data": [{"index": 0, "data": [float(len(body["input"][0]))]}]})
         text = body["messages"][0]["content"] + said
         kind = next((kind for kind in FAILURES if f"<{kind}>" in text), "")
         self.server.asked[kind] += 1
         if kind == "hang":
-            return self.server.released.wait(60)
+            self.server.released.wait(60)
+            return None
         if kind == "hang up":
             self.close_connection = True
-            return self.connection.shutdown(2)
+            self.connection.shutdown(2)
+            return None
         if kind in ("429", "500", "400"):
-            return self._send(int(kind), '{"error": "as you wish"}')
+            return int(kind), '{"error": "as you wish"}'
         if kind == "nothing":
-            return self._send(200, "")
+            return 200, ""
         if kind in ("no json", "other form"):
-            return self._send(200, "<html>" if kind == "no json" else '{"choices": []}')
+            return 200, "<html>" if kind == "no json" else '{"choices": []}'
         good = f"Loops.\nComplexity: {said}" if said else "<think>Grade: 1</think>Good.\nGrade: 7"
         reply = "I could not say." if kind == "nonsense" else good
-        return self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]}))
+        return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]})
 
     def _send(self, status: int, text: str):
-        time.sleep(0.001)
         self.send_response(status)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
