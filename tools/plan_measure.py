@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import re
@@ -36,6 +37,8 @@ from megatron_nb.training.trainer import Trainer
 
 WARM_UP = dict(num_layers=1, hidden_size=32, num_attention_heads=2, num_query_groups=1, head_dim=16, ffn_hidden_size=64,
                vocab_size=128, max_position_embeddings=64, dtype="fp32")  # fmt: skip
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt(3)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -95,9 +98,7 @@ def measure(model: ModelConfig, parallel: ParallelConfig, length: int, micro_bat
         gc.collect()
         _forget_peak()  # drawing weights is no part of training
         live.peak = live.now
-        trainer = Trainer(
-            chunks, OptimizerConfig(), place, num_steps=30, distributed_optimizer=parallel.distributed_optimizer
-        )
+        trainer = Trainer(chunks, OptimizerConfig(), place, num_steps=30, distributed_optimizer=parallel.distributed_optimizer)
         del chunks
         packs = [one_document(length)] * micro_batches
         for _ in range(updates):
@@ -111,6 +112,13 @@ def _status(name: str) -> int:
     """Bytes of a line of /proc/self/status."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024
+
+
+def give_back_what_is_free() -> None:
+    """glibc keeps freed blocks of up to 32 MB for later; from here on it maps every tensor alone and hands it back."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        for name in (MMAP_THRESHOLD, TRIM_THRESHOLD):
+            ctypes.CDLL("libc.so.6").mallopt(name, 128 << 10)
 
 
 def _forget_peak() -> None:
@@ -140,6 +148,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the model")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
+    give_back_what_is_free()
     measure(ModelConfig(**WARM_UP), ParallelConfig(), 64, 1)  # loads what the first step loads, which is no tensor
     destroy()
     model = shape_of(options.model, options.length, options.set)

@@ -55,8 +55,9 @@ def test_bytes_that_are_freed_are_not_counted_as_alive():
 
 
 @pytest.mark.slow
-def test_the_process_grows_by_the_plan_within_15_percent():
-    words = [sys.executable, plan_measure.__file__, "--model", "smollm2_135m", "--set", "num_layers=6"]
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_process_grows_by_the_plan_within_15_percent(dtype):
+    words = [sys.executable, plan_measure.__file__, "--model", "smollm2_135m", "--set", "num_layers=6", f"dtype={dtype}"]
     told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     resident = [float(line.split()[3].rstrip("%")) for line in told.splitlines() if line.startswith("resident")]
     assert abs(resident[0]) <= 15, told
