@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,13 @@ def world_of(config: Any) -> int:
             raise ConfigError(
                 f"launch.slurm.nodes={launch.slurm.nodes} * ranks_per_node={launch.slurm.ranks_per_node} = {asked} ranks, "
                 f"but parallel.world={made_for}: set launch.slurm.nodes, or choose another layout with parallel="
+            )
+        if made_for is None and asked % config.parallel.model_ranks:
+            copy, each = config.parallel.model_ranks, launch.slurm.ranks_per_node
+            raise ConfigError(
+                f"launch.slurm.nodes={launch.slurm.nodes} * ranks_per_node={each} = {asked} ranks, but a copy of the model "
+                f"takes {copy}: set launch.slurm.nodes to a multiple of {math.lcm(copy, each) // each}, or choose another "
+                "layout with parallel="
             )
         return asked
     if "RANK" not in os.environ and launch.ranks:

@@ -10,6 +10,7 @@ import pytest
 from megatron_nb import sft, slurm
 from megatron_nb.config import ConfigError, compose
 from megatron_nb.launch import slurm_job
+from megatron_nb.services import ServiceConfig
 from megatron_nb.slurm import PROJECT, Job, Site, SlurmConfig
 
 SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.sources.a.path=rows.jsonl", "launch=slurm"]
@@ -102,6 +103,28 @@ def test_a_job_of_another_size_than_its_layout_is_refused():
     config = compose(sft.SftConfig, "sft", [*SMALL, "launch.slurm.nodes=3", "launch.slurm.ranks_per_node=2"])
     with pytest.raises(ConfigError, match="= 6 ranks, but parallel.world=4"):
         sft.describe_job(config)
+
+
+def test_a_job_of_too_few_nodes_for_one_copy_is_told_how_many_it_takes():
+    words = ["context=256k", "data=mixture_256k", "parallel=h100_256k", "launch=slurm"]
+    with pytest.raises(ConfigError, match="= 8 ranks, but a copy .* takes 32: set launch.slurm.nodes to a multiple of 4"):
+        sft.describe_job(compose(sft.SftConfig, "sft", words))
+    assert "64 = data 2" in sft.describe_job(compose(sft.SftConfig, "sft", [*words, "launch.slurm.nodes=8"]))
+
+
+def test_what_is_for_the_ranks_alone_does_not_reach_their_servers(tmp_path):
+    site = "environment: {BOTH: 1}\nrank_environment: {ONLY: 'a b'}\ncontainer: {image: a.sqsh}"
+    made = job(tmp_path, site)
+    made.services = {"engine": ServiceConfig(["serve", "{port}"], nodes=1)}
+    text = made.text()
+    ranks = text.split("<<'NODE'\n")[1].split("\nNODE\n")[0]
+    assert "export ONLY='a b'" in ranks and text.count("ONLY") == 1 and "\nexport BOTH=1\n" in text.replace(ranks, "")
+
+
+def test_the_shipped_site_keeps_from_servers_what_they_do_not_take_well():
+    site = Site.read(PROJECT / "slurm" / "site.yaml")
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(site.environment)
+    assert site.rank_environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_without_slurm_a_submission_says_what_to_do(tmp_path, monkeypatch):
