@@ -29,6 +29,7 @@ TEMPLATE = PROJECT / "slurm" / "job.sbatch.jinja"
 IMPORTS = f"export PYTHONPATH={shlex.quote(f'{PROJECT}:{PROJECT}/kernels')}${{PYTHONPATH:+:$PYTHONPATH}}"  # in a container
 STAGE = "job"  # the resolved configuration, as a stage file in the run's folder `slurm`
 WAITS = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STOPPED")
+LATE_S = 60  # before its time limit a job whose ranks have not left yet goes back into the queue
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between questions to a controller that does not answer
 UNKNOWN_JOB = "Invalid job id"  # so squeue says of a job that it knows no more, and fails as well
 REMEDIES = {  # what sbatch says -> what to do
@@ -153,7 +154,7 @@ class Job:
             environment=site.environment, rank_environment=site.rank_environment, rendezvous=site.rendezvous,
             numa_binding=site.numa_binding, setup=_setup(site),
             srun=_container(site.container, self.run), cpus=site.cpus_per_task, services=self._services(site),
-            finish=self.finish,
+            finish=self.finish, grace_s=config.grace_s, late_s=max(config.grace_s - LATE_S, config.grace_s // 2),
         )  # fmt: skip
 
     def _services(self, site: Site) -> list[dict[str, Any]]:
