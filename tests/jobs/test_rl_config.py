@@ -111,6 +111,15 @@ def test_an_engine_that_does_not_fit_beside_the_trainer_is_refused(words, compla
     describe_job(compose(rl.RlConfig, "rl_pointwise", [*RECIPE["rl_pointwise"], *words, *leaner, "launch.dry_run=true"]))
 
 
+@pytest.mark.parametrize("stage", RECIPE)
+@pytest.mark.parametrize("launch", ["local", "slurm"])
+def test_a_long_step_of_the_recipe_is_saved_often_and_given_time_to_end(stage, launch):
+    config = compose(rl.RlConfig, stage, [*RECIPE[stage], f"launch={launch}"])
+    assert config.launch.slurm.grace_s >= 900 and config.checkpoint.every <= 10
+    small = compose(rl.RlConfig, "rl_pointwise", [*SMALL, f"launch={launch}"])
+    assert (small.launch.slurm.grace_s, small.checkpoint.every) == (300, 100)
+
+
 def test_the_recipe_s_cache_holds_enough_answers_for_each_to_end_in_its_time():
     config = compose(rl.RlConfig, "rl_pointwise", RECIPE["rl_pointwise"])
     native, c = config.engine.native, config.collect

@@ -114,6 +114,12 @@ def test_a_job_of_too_few_nodes_for_one_copy_is_told_how_many_it_takes():
     assert "64 = data 2" in sft.describe_job(compose(sft.SftConfig, "sft", [*words, "launch.slurm.nodes=8"]))
 
 
+def test_a_node_that_takes_minutes_for_an_update_at_256k_is_told_in_time():
+    words = ["context=256k", "data=mixture_256k", "parallel=h100_8_256k", "launch=slurm", "data.tokenizer=t"]
+    made = slurm_job(compose(sft.SftConfig, "sft", words), "sft", "megatron_nb.sft")
+    assert "--signal=B:USR1@1200" in options(made.text())
+
+
 def test_what_is_for_the_ranks_alone_does_not_reach_their_servers(tmp_path):
     site = "environment: {BOTH: 1}\nrank_environment: {ONLY: 'a b'}\ncontainer: {image: a.sqsh}"
     made = job(tmp_path, site)
