@@ -28,7 +28,7 @@ from rich.table import Table
 
 from megatron_nb import processes, slurm
 from megatron_nb.chain import CascadeConfig, Link, links_of
-from megatron_nb.chain_check import Checked, changed_since, check_links, refuse
+from megatron_nb.chain_check import Checked, absent, changed_since, check_links, refuse
 from megatron_nb.config import ConfigError, job, to_yaml
 from megatron_nb.launch import slurm_job
 from megatron_nb.ledger import GATE_EXIT, GateShut, check_gate, summary_of, write_chain, write_ledger
@@ -168,12 +168,13 @@ def describe(links: list[Link], checked: dict[str, Checked]) -> None:
         if link.done:
             continue
         found = checked[link.name]
-        lines = [found.report, *(f"not there    {one}" for one in found.missing)]
+        lines = [found.report, f"not there    {len(found.missing)} of its inputs, see the end" if found.missing else ""]
         lines += [f"more is known when {', '.join(dict.fromkeys(found.later))} is done"] if found.later else []
         lines += [f"PROBLEM      {found.problem}"] if found.problem else []
         print("\n".join(filter(None, lines)))
-    missing = [f"{name}: {one}" for name, found in checked.items() for one in found.missing]
-    print(f"\n{len(links)} links, {sum(link.done for link in links)} done, {len(missing)} inputs are not there")
+    missing = absent(checked)
+    print("\n".join(["", *(["== not there, and read by"] if missing else []), *missing]))
+    print(f"{len(links)} links, {sum(link.done for link in links)} done, {len(missing)} inputs are not there")
 
 
 def tell(root: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_nb.chain import Link
 from megatron_nb.config import ConfigError, diff, flatten, from_yaml, to_yaml
 from megatron_nb.launch import is_free
 from megatron_nb.processes import die_with
+from megatron_nb.training.preflight import NO_FILE
 
 # keys whose values are files and folders that a stage reads
 INPUTS = ("path", "checkpoint", "init_from", "corpus", "questions", "search", "tokenizer", "exclude")
@@ -35,7 +36,7 @@ class Checked:
 
     report: str = ""  # what its dry run prints below the configuration
     problem: str = ""  # by which it would end
-    missing: list[str] = field(default_factory=list)  # KEY=PATH of inputs that no stage makes and that are not there
+    missing: list[tuple[str, str]] = field(default_factory=list)  # (key, path) of inputs that nobody makes and are not there
     later: list[str] = field(default_factory=list)  # names of stages that must have made something before more can be said
 
 
@@ -75,7 +76,8 @@ def _dry_run(module: str, config: Any) -> tuple[str, str]:
 
 def _judged(link: Link, links: list[Link], report: str, problem: str) -> Checked:
     """What a dry run said, in the light of what earlier stages have yet to make."""
-    found = Checked(report, problem)
+    told = (line for line in report.split("\n") if not line.endswith(NO_FILE))  # an earlier stage may make it, see below
+    found = Checked("\n".join(told), problem)
     waiting = {other.name: other.run for other in links if not other.done}
     for key, value in inputs_of(link.config):
         if Path(value).absolute() == link.run.parent:  # the chain's own folder
@@ -85,7 +87,7 @@ def _judged(link: Link, links: list[Link], report: str, problem: str) -> Checked
             if str(value) in problem or str(waiting[maker]) in problem:
                 found.later.append(maker)
         elif not Path(value).exists() and not glob.glob(value, recursive=True):
-            found.missing.append(f"{key}={value}")
+            found.missing.append((key, value))
             if str(value) in problem:
                 found.problem = ""
     if found.later:
@@ -100,6 +102,16 @@ def inputs_of(config: Any) -> list[tuple[str, str]]:
     return [(key, value) for key, value in told.items() if isinstance(value, str) and value and "://" not in value
             and (key.rpartition(".")[2] in INPUTS or re.fullmatch(SERVED, key))
             and not any(key.startswith(task) for task in left_out)]  # fmt: skip
+
+
+def absent(checked: dict[str, Checked]) -> list[str]:
+    """A line for every path that is not there: many links may read one file, each by a key of its own."""
+    wanted: dict[str, dict[str, list[str]]] = {}
+    for name, found in checked.items():
+        for key, path in found.missing:
+            wanted.setdefault(path, {}).setdefault(key, []).append(name)
+    readers = {path: (f"{key} of {', '.join(names)}" for key, names in keys.items()) for path, keys in wanted.items()}
+    return [f"{path}: {'; '.join(told)}" for path, told in readers.items()]
 
 
 def changed_since(link: Link) -> dict[str, tuple[Any, Any]]:
@@ -121,6 +133,6 @@ def refuse(links: list[Link], checked: dict[str, Checked]) -> None:
             lines.append(f"  {link.name} is done, but {gone[0]}, which it is made from, is not: from_stage={gone[0]} does both")
     for name, found in checked.items():
         lines += [f"  {name}: {found.problem}"] if found.problem else []
-        lines += [f"  {name}: {one} is not there" for one in found.missing]
+    lines += [f"  not there: {line}" for line in absent(checked)]
     if lines:
         raise ConfigError("these stages could not run, so none is begun:\n" + "\n".join(lines))

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_nb.asking.askers import AnswererConfig, Asker
 from megatron_nb.asking.cache import CachedAsker
-from megatron_nb.asking.loading import identity, size_told, with_asker
+from megatron_nb.asking.loading import check_room, identity, size_told, with_asker
 from megatron_nb.client import ClientConfig
 from megatron_nb.config import job
 from megatron_nb.evals.harness import Attempts, measure, read_excluded, table
@@ -91,6 +91,9 @@ def describe_job(config: EvaluateConfig, tasks: list[Task], items: dict[str, lis
     answerer.validate("evaluate")
     engine = f", {config.engine.kind} engine" if config.checkpoint else ""
     lines = [f"model        {size_told(answerer, config.parallel)}{engine}"]
+    agents = {task.name: getattr(task.config, "agent", None) for task in tasks}
+    rows = {f"tasks.{name}.agent.max_tokens={agent.max_tokens}": agent.max_tokens for name, agent in agents.items() if agent}
+    check_room(config.answerer(max(task.sampling.max_tokens for task in tasks)), config.engine, rows)
     for task in tasks:
         drawn = task.sampling
         lines.append(f"{task.name:<20} {len(items[task.name])} items x {task.samples}, at most {drawn.max_tokens} tokens, "

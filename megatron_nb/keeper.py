@@ -31,6 +31,7 @@ LOOK_S = 0.5  # between two looks whether a server lives
 HEALTH_S = 5.0  # between two questions for its health, once it is up
 ANSWER_S = 10.0  # for an answer to that
 END_S = 10.0  # from SIGTERM to SIGKILL
+PROJECT, DEVICES = Path(__file__).parents[1], Path("/dev")
 REST_S, MAX_REST_S = 1.0, 60.0  # before the first start again, and at most
 
 
@@ -77,7 +78,7 @@ class Keeper:
         self.url = f"http://{address}:{self.port}"
         filled = self.config.values | own
         words = [_filled(word, filled) for word in self.config.command]
-        words[0] = sys.executable if words[0] == "python" else words[0]
+        words[0] = sys.executable if words[0] == "python" else _program(words[0])
         environment = {name: _filled(str(value), filled) for name, value in self.config.environment.items()}
         with self.log.open("a") as log:
             log.write(f"---- {datetime.now():%F %T} start {self.starts} on {socket.gethostname()}: {' '.join(words)}\n")
@@ -168,6 +169,12 @@ def _filled(word: str, values: dict[str, str]) -> str:
     return PLACE.sub(lambda place: values[place[1]], word)
 
 
+def _program(name: str) -> str:
+    """A script of this project has its name from the project's folder, wherever the job starts; another one as it stands."""
+    ours = PROJECT / name
+    return str(ours) if "/" in name and not Path(name).is_file() and ours.is_file() else name
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -186,11 +193,19 @@ def _devices(config: ServiceConfig) -> dict[str, str]:
         return {}
     if not config.nodes:
         return {"CUDA_VISIBLE_DEVICES": ""}
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if config.per_node == 1 or devices == [""]:
+    if config.per_node == 1:
+        return {}
+    # a site that does not hand out GPUs by Slurm sets nothing: then all of the node's are there
+    devices = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or _gpus()
+    if not devices:
         return {}
     each, mine = len(devices) // config.per_node, int(os.environ["SLURM_LOCALID"])
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[mine * each : (mine + 1) * each])}
+
+
+def _gpus() -> list[str]:
+    """The numbers of this node's GPUs, by what the driver has put into /dev."""
+    return [str(number) for number, _ in enumerate(DEVICES.glob("nvidia[0-9]*"))]
 
 
 def _kill(group: int, number: int) -> None:

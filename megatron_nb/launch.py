@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,13 @@ def world_of(config: Any) -> int:
             raise ConfigError(
                 f"launch.slurm.nodes={launch.slurm.nodes} * ranks_per_node={launch.slurm.ranks_per_node} = {asked} ranks, "
                 f"but parallel.world={made_for}: set launch.slurm.nodes, or choose another layout with parallel="
+            )
+        if made_for is None and asked % config.parallel.model_ranks:
+            copy, each = config.parallel.model_ranks, launch.slurm.ranks_per_node
+            raise ConfigError(
+                f"launch.slurm.nodes={launch.slurm.nodes} * ranks_per_node={each} = {asked} ranks, but a copy of the model "
+                f"takes {copy}: set launch.slurm.nodes to a multiple of {math.lcm(copy, each) // each}, or choose another "
+                "layout with parallel="
             )
         return asked
     if "RANK" not in os.environ and launch.ranks:
@@ -141,14 +149,19 @@ def is_free(key: str, free: tuple[str, ...] = FREE) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in free)
 
 
-def watchdog(config: Any, run: Run) -> Watchdog:
-    """What ends a hang of this rank. config: a job's dataclass."""
-    return Watchdog(run.logs / f"stacks-rank-{run.rank}.txt", config.launch.hang_factor, config.launch.hang_least_s)
+def watchdog(config: Any, run: Run, longest_s: float = 0.0) -> Watchdog:
+    """What ends a hang of this rank. config: a job's dataclass; longest_s: that a part of a step may take by its own rules."""
+    least_s = max(config.launch.hang_least_s, longest_s)
+    return Watchdog(run.logs / f"stacks-rank-{run.rank}.txt", config.launch.hang_factor, least_s)
 
 
-def look_around(config: Any, run: Run, place: Topology, pack_tokens: int) -> None:
-    """Collective. ValueError with everything that would make this job fail later. pack_tokens: of a micro-batch."""
-    planned = memory.plan(config.model, config.parallel, place.world, pack_tokens).total / 1e9
+def look_around(config: Any, run: Run, place: Topology, pack_tokens: int, planned: float | None = None) -> None:
+    """Collective. ValueError with everything that would make this job fail later.
+
+    pack_tokens: of a micro-batch; planned: GB of the fullest rank, where more than the trainer lives on its device.
+    """
+    if planned is None:
+        planned = memory.plan(config.model, config.parallel, place.world, pack_tokens).total / 1e9
     preflight.check(run.folder, place, config.model.num_parameters, config.checkpoint.keep_last or 1, planned)
 
 

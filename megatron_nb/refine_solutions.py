@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_nb.asking.askers import AnswererConfig, Asker, TooLong
 from megatron_nb.asking.ledger import Ledger, ledger_name
-from megatron_nb.asking.loading import decides, size_told, with_asker
+from megatron_nb.asking.loading import check_room, decides, size_told, with_asker
 from megatron_nb.config import job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.parallel import topology
@@ -112,6 +112,7 @@ def describe_job(config: RefineConfig, tasks: list[Task], dropped: Counter) -> s
             "reasoner": len(tasks) * config.rules.reasonings}  # fmt: skip
     for role in ROLES:
         who = config.who(role)
+        check_room(who, config.engine)
         price = config.prices.get(role, Price())
         cost = f", {most[role] * who.max_tokens * price.reply / 1e6:.4g} for replies" if price.reply else ""
         lines.append(f"{role:<12} {size_told(who, config.parallel)}; at most {most[role]} calls, unreadable replies aside, "

@@ -30,7 +30,7 @@ from megatron_nb.records import Group, Sample
 from megatron_nb.rewards.advantage import credit
 from megatron_nb.rewards.reward import RewardConfig, build_reward, find_judges, find_models
 from megatron_nb.rewards.turn_credit import TurnBaseline
-from megatron_nb.rl_config import RlConfig, compares, describe_job, sampling_of, versus
+from megatron_nb.rl_config import RlConfig, compares, describe_job, peak_gb, sampling_of, versus
 from megatron_nb.rollout.agent import Agent
 from megatron_nb.rollout.calls import describe as describe_tools
 from megatron_nb.rollout.collect import Collector, Interrupted
@@ -95,6 +95,7 @@ def train(stage: Stage, first: int) -> None:
             state = stage.state()
             stage.metrics.start_step()
             groups, collected = stage.collector.collect(step)
+            stage.stop.alive()
             samples, credited = credit(groups, config.credit, stage.turn_baseline.value)
             stage.turn_baseline.observe(credited.get("turn_reward_mean"))
             clock = [time.perf_counter()]
@@ -109,6 +110,7 @@ def train(stage: Stage, first: int) -> None:
             seconds = {"training_s": clock[1] - clock[0], "sync_s": clock[2] - clock[1]}
             tell(stage, step, groups, samples, collected | credited | updated | seconds)
             bad = count_refused(bad, step, updated, config.stop_after_bad_steps)
+            stage.stop.alive()
             evaluate(stage, step, updated.get("kl_ref"))
             if stage.finished:
                 stage.checkpoints.save(step, stage.trainer, stage.state())
@@ -232,9 +234,9 @@ def main(config: RlConfig) -> None:
     origin = find_origin(config.init_from, config.model)
     frozen = find_origin(config.reference.checkpoint or config.init_from, config.model)
     place = topology.initialize(config.parallel, config.seed)
-    with open_run(config, "rl") as run, StopSignal(place.device, watchdog(config, run)) as stop:
+    with open_run(config, "rl") as run, StopSignal(place.device, watchdog(config, run, config.sampling_s(place.world))) as stop:
         log.info("%s\n%s", run.folder, report)
-        look_around(config, run, place, config.update.pack_tokens)
+        look_around(config, run, place, config.update.pack_tokens, max(peak_gb(config, place.world).values()))
         own = bool(config.prompts.tokenizer or config.prompts.chat_template)
         tokenizer = load_tokenizer(config.prompts.tokenizer or str(origin.hf_folder or ""), config.prompts.chat_template)
         preflight.agree(tokenizer=tokenizer_digest(tokenizer))

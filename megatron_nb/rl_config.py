@@ -3,6 +3,7 @@ follows from it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_nb.rollout.collect import CollectConfig
 from megatron_nb.rollout.engine import Sampling
 from megatron_nb.rollout.engines import EngineConfig, check_lengths, check_sampling, check_staleness, describe_engine
 from megatron_nb.rollout.heldout import EvaluationConfig
-from megatron_nb.rollout.native_config import cache_blocks
+from megatron_nb.rollout.native_config import cache_blocks, cache_gb_for
 from megatron_nb.rollout.prompt_filter import PromptFilterConfig
 from megatron_nb.training import memory
 from megatron_nb.training.checkpoint import CheckpointConfig
@@ -105,6 +106,16 @@ class RlConfig:
         """Tokens of a row at most, prompt included."""
         return self.agent.max_tokens if self.agent else self.prompts.max_tokens + self.sampling.max_tokens
 
+    def sampling_s(self, world: int) -> float:
+        """Seconds that a batch, or the held-out prompts, may take to be answered and scored within all time-outs."""
+        c, replicas = self.collect, world // self.engine.native.tensor if self.engine.kind == "native" else 1
+        rounds = c.max_generation_batches if c.dynamic_sampling else 1
+        asked = max(c.num_prompts * c.group_size, self.prompts.heldout_limit * self.evaluation.samples)
+        waves = math.ceil(asked / replicas / c.concurrency)
+        rewards = [reward for reward in (self.reward, self.heldout_reward) if reward]
+        scoring = 2 * sum(reward.timeout_s * (1 + reward.retries) for reward in rewards)  # gates, then the others
+        return rounds * (waves * c.timeout_s + scoring)
+
     def _check_rows(self, limits: dict[str, int | None]) -> None:
         """ValueError when an agent's row may not fit into one of `limits`, or a prompt not into a row."""
         for name, limit in limits.items():
@@ -138,6 +149,9 @@ def describe_job(config: RlConfig) -> str:
     layout, held = describe_engine(config.engine, config.model, p, world)
     if config.engine.kind == "native":
         check_cache(config)
+    scorers, whole = scorer_gb(config), peak_gb(config, world)
+    if p.device_memory_gb:
+        check_peak(config, whole)
     rollouts, most = c.num_prompts * c.group_size, config.sampling.max_tokens
     step = f"{c.num_prompts} prompts * {c.group_size} answers of at most {most} = {rollouts * most:,} tokens"
     if config.agent is not None:
@@ -155,9 +169,49 @@ def describe_job(config: RlConfig) -> str:
         f"memory of the fullest rank (pack of {pack} tokens, recompute {p.recompute})"
         + (f", device {p.device_memory_gb:g} GB" if p.device_memory_gb else ""),
         plan.table(),
-        f"beside it    engine: {held}" + ("; reference: on the host, swapped in" if config.policy.kl else ""),
+        f"beside it    engine: {held}" + (f"; reward models: {scorers:.2f} GB" if scorers else "")
+        + ("; reference: on the host, swapped in" if config.policy.kl else ""),
+        f"with these   {', '.join(f'{gb:.1f} GB while {name}' for name, gb in whole.items())}",
     ]
     return "\n".join(lines)
+
+
+def scorer_gb(config: RlConfig) -> float:
+    """Of the reward models on a leader's device, each taken to be as large as the policy: they are not read yet."""
+    held = {}
+    for reward in filter(None, (config.reward, config.heldout_reward)):
+        for term in reward.terms.values():
+            if term.kind in ("pointwise", "pairwise") and not term.settings.get("url"):
+                dtype = term.settings.get("dtype", "float32")
+                held[term.settings.get("checkpoint"), dtype] = 4 if dtype == "float32" else 2
+    return replace(config.model, head="score").num_parameters * sum(held.values()) / 1e9
+
+
+def peak_gb(config: RlConfig, world: int) -> dict[str, float]:
+    """GB of the fullest rank, with all that lives on its device beside the trainer: {"training": ..., "sampling": ...}."""
+    plan, native = memory.plan(config.model, config.parallel, world, config.update.pack_tokens), config.engine.native
+    weights = cache = 0.0
+    if config.engine.kind == "native":
+        weights = config.model.num_parameters * (2 if config.model.dtype == "bf16" else 4) / native.tensor / 1e9
+        cache = native.kv_cache_gb * 2**30 / 1e9
+    beside = weights + scorer_gb(config)
+    return {
+        "training": plan.total / 1e9 + beside,
+        "sampling": (plan.weights + plan.gradients + plan.optimizer) / 1e9 + beside + cache,
+    }
+
+
+def check_peak(config: RlConfig, whole: dict[str, float]) -> None:
+    """ValueError when trainer, engine and reward models do not fit a device together."""
+    device_gb = config.parallel.device_memory_gb
+    when, most = max(whole.items(), key=lambda pair: pair[1])
+    if most > device_gb * (1 - memory.RESERVE):
+        remedy = "lower engine.native.kv_cache_gb, " if when == "sampling" else "raise parallel.context or parallel.tensor, "
+        raise ValueError(
+            f"with engine and reward models the fullest rank needs {most:.1f} GB while {when}, a device has {device_gb:g} GB "
+            f"of which {device_gb * (1 - memory.RESERVE):.1f} can be used: {remedy}raise "
+            "engine.native.tensor, set dtype=bfloat16 in the settings of reward models, or take engine=server"
+        )
 
 
 def check_turn_rewards(config: RlConfig) -> None:
@@ -177,8 +231,7 @@ def check_cache(config: RlConfig) -> None:
     if held < config.longest:
         raise ValueError(
             f"engine.native.kv_cache_gb={native.kv_cache_gb:g} holds {held} tokens, a row may have {config.longest}: give at "
-            f"least {native.kv_cache_gb * (config.longest + 2 * native.block_size) / (held + native.block_size):.3g}, or more "
-            "engine.native.tensor ranks"
+            f"least {cache_gb_for(config.longest, native, config.model):g}, or more engine.native.tensor ranks"
         )
 
 

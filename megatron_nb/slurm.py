@@ -26,8 +26,10 @@ from megatron_nb.services import ServiceConfig, write_plan
 
 PROJECT = Path(__file__).parents[1]
 TEMPLATE = PROJECT / "slurm" / "job.sbatch.jinja"
+IMPORTS = f"export PYTHONPATH={shlex.quote(f'{PROJECT}:{PROJECT}/kernels')}${{PYTHONPATH:+:$PYTHONPATH}}"  # in a container
 STAGE = "job"  # the resolved configuration, as a stage file in the run's folder `slurm`
 WAITS = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "STOPPED")
+LATE_S = 60  # before its time limit a job whose ranks have not left yet goes back into the queue
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between questions to a controller that does not answer
 UNKNOWN_JOB = "Invalid job id"  # so squeue says of a job that it knows no more, and fails as well
 REMEDIES = {  # what sbatch says -> what to do
@@ -84,6 +86,7 @@ class Site:
     rendezvous: str = "hostname"
     numa_binding: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
+    rank_environment: dict[str, Any] = field(default_factory=dict)  # of the ranks alone: servers have other needs
 
     def __post_init__(self):
         if self.rendezvous not in ("hostname", "address"):
@@ -148,9 +151,10 @@ class Job:
             module=self.module, stage_name=STAGE,
             command=f"python -m {self.module}", template=TEMPLATE, site_file=config.site, options=self._options(site),
             run=self.run, points=self.points_file, folder=Path.cwd(), restarts=config.restarts, requeues=config.requeues,
-            environment=site.environment, rendezvous=site.rendezvous, numa_binding=site.numa_binding, setup=_setup(site),
+            environment=site.environment, rank_environment=site.rank_environment, rendezvous=site.rendezvous,
+            numa_binding=site.numa_binding, setup=_setup(site),
             srun=_container(site.container, self.run), cpus=site.cpus_per_task, services=self._services(site),
-            finish=self.finish,
+            finish=self.finish, grace_s=config.grace_s, late_s=max(config.grace_s - LATE_S, config.grace_s // 2),
         )  # fmt: skip
 
     def _services(self, site: Site) -> list[dict[str, Any]]:
@@ -162,7 +166,7 @@ class Job:
                 "name": name, "command": shlex.join(one.command), "first": first if one.nodes else 0,
                 "nodes": max(one.nodes, 1), "per_node": one.per_node,
                 "cpus": site.cpus_per_task and max(site.cpus_per_task // one.per_node, 1),
-                "srun": _container(container, self.run), "setup": [] if one.image else _setup(site),
+                "srun": _container(container, self.run), "setup": [IMPORTS] if one.image else _setup(site),
             })  # fmt: skip
             first += one.nodes
         return told
@@ -259,7 +263,7 @@ def _after(job_ids: list[str]) -> list[str]:
 def _setup(site: Site) -> list[str]:
     """How a node comes to its Python: in a container this project's folder, which is mounted; else this environment."""
     if site.container.image:
-        return [f"export PYTHONPATH={shlex.quote(f'{PROJECT}:{PROJECT}/kernels')}${{PYTHONPATH:+:$PYTHONPATH}}", *site.setup]
+        return [IMPORTS, *site.setup]
     return site.setup or [f"export PATH={shlex.quote(sys.prefix)}/bin:$PATH"]
 
 

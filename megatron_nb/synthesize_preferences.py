@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_nb.asking.askers import Answer, AnswererConfig, Asker
 from megatron_nb.asking.ledger import Ledger, Progress, ledger_name
-from megatron_nb.asking.loading import decides, size_told, with_asker
+from megatron_nb.asking.loading import check_room, decides, size_told, with_asker
 from megatron_nb.config import flatten, job
 from megatron_nb.launch import LaunchConfig, elsewhere, open_run
 from megatron_nb.parallel import topology
@@ -81,6 +81,7 @@ def describe_job(config: PreferencesConfig, questions: list[Question], dropped: 
     ]
     for side in SIDES:
         answerer = getattr(config, side)
+        check_room(answerer, config.engine)
         lines.append(f"{side:<12} {size_told(answerer, config.parallel)}; {answerer.samples} answers of at most "
                      f"{answerer.max_tokens} tokens, temperature {answerer.temperature:g}")  # fmt: skip
     lines.append(f"judge        {', '.join(config.judge.terms) or 'none: the answer of the strong model is the better one'}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from megatron_nb import services
 from megatron_nb.config import compose
 
 ROOT = Path(__file__).parents[1]
@@ -234,7 +235,9 @@ def try_stage(module: str, stage: str, named: list[str], words: list[str], ranks
         compose(job.CascadeConfig, stage, keys)
         assert links_without_words(job, stage)
     elif set(COMPOSED) & {word.removeprefix("tasks=") for word in keys} and not any(key.startswith("only=") for key in keys):
-        compose(job.EvaluateConfig, stage, keys)
+        config = compose(job.EvaluateConfig, stage, keys)
+        services.check(config.launch.services, config)  # judges and searches that its tasks name are there
+        assert all(task.get("classes") != {"retail": "retail:Retail"} for task in config.tasks.values()), "tau2 wants a module"
     else:
         dry_run(job, module, [*named, *words], ranks)
 

@@ -51,10 +51,10 @@ ARTICLES = [  # what `python -m megatron_nb.search build` reads: everybody knows
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4, "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "silu", "dtype": "float32",
+    "rope_theta": 1e4, "max_position_embeddings": 262144, "tie_word_embeddings": True, "hidden_act": "silu", "dtype": "float32",
     "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-MODELS = ("MODEL_FOLDER", "BASE_MODEL_FOLDER", "runs/SFT", "runs/SFT_EARLY", "runs/RL")  # what starts are taken from
+MODELS = ("MODEL_FOLDER", "BASE_MODEL_FOLDER", "runs/SFT", "runs/SFT_EARLY", "runs/RL", "runs/RUN")  # where starts are
 QUESTION_FILES = (
     "runs/questions/questions/train.jsonl", "runs/Q/questions/train.jsonl", "runs/QUESTIONS/questions/train.jsonl",
     "questions.jsonl", "gsm8k_test.jsonl", "prompts.jsonl", "problems.jsonl", "rows/mine.jsonl", "pairs.jsonl",
@@ -77,8 +77,6 @@ def place(tmp_path_factory):
     step.mkdir(parents=True)
     (step / "COMPLETE").touch()
     (here / "people.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ARTICLES))
-    (here / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
-    (here / "ifeval_input_data.jsonl").write_text(json.dumps(IFEVAL) + "\n")
     for page in PAGES:
         for info, lines in blocks((ROOT / page).read_text()):
             if len(info.split()) == 2:
@@ -94,6 +92,10 @@ def place(tmp_path_factory):
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).symlink_to(here / "corpus")
     (here / "FOLDER").symlink_to(here / "corpus")
+    for folder in (here, here / "evaluation", here / "FOLDER"):
+        folder.mkdir(exist_ok=True)
+        (folder / "HumanEval.jsonl.gz").write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
+        (folder / "ifeval_input_data.jsonl").write_text(json.dumps(IFEVAL) + "\n")
     yield here
     os.chdir(home)
     sys.path.remove(str(here))

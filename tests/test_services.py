@@ -258,6 +258,40 @@ def test_replicas_of_a_node_share_its_gpus(monkeypatch):
     assert keeper._devices(ServiceConfig(words)) == {"CUDA_VISIBLE_DEVICES": ""}  # those are the ranks'
 
 
+def test_replicas_share_the_gpus_of_a_node_that_slurm_does_not_hand_out(monkeypatch, tmp_path):
+    monkeypatch.setenv(services.ADDRESSES, "n1=n1")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(keeper, "DEVICES", tmp_path)
+    two = ServiceConfig(["serve", "{port}"], nodes=1, per_node=2)
+    assert keeper._devices(two) == {}
+    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert keeper._devices(two) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
+def test_a_script_of_the_project_is_found_wherever_the_job_starts(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tools/serve.sh", "tools/vllm.sh"):
+        assert os.access(keeper._program(name), os.X_OK)
+    assert [keeper._program(name) for name in ("vllm", "/no/such", "tools/none.sh")] == ["vllm", "/no/such", "tools/none.sh"]
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "serve.sh").touch()
+    assert keeper._program("tools/serve.sh") == "tools/serve.sh"  # one's own comes first
+
+
+def test_vllm_is_that_of_the_environment_that_is_named(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name, said in (("python", ""), ("vllm", "echo mine $*")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{said}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    script = keeper._program("tools/vllm.sh")
+    named = os.environ | {"SERVE_PYTHON": str(tmp_path / "bin" / "python")}
+    assert subprocess.run([script, "serve", "m"], env=named, capture_output=True, text=True).stdout == "mine serve m\n"
+    bare = os.environ | {"PATH": "/usr/bin:/bin", "SERVE_PYTHON": ""}
+    assert "set SERVE_PYTHON" in subprocess.run([script, "serve"], env=bare, capture_output=True, text=True).stderr
+
+
 def test_a_script_gives_services_their_nodes_behind_those_of_the_ranks(tmp_path):
     site = tmp_path / "site.yaml"
     site.write_text("cpus_per_task: 96\ncontainer: {image: nb.sqsh}\n")
@@ -273,6 +307,7 @@ def test_a_script_gives_services_their_nodes_behind_those_of_the_ranks(tmp_path)
     assert [line.partition("--nodelist=")[2] for line in starts] == [f'"$(nodes {p})" \\' for p in ("3 2", "0 1", "5 1")]
     for part in ("--ntasks=8 --ntasks-per-node=4 --cpus-per-task=24 ", "=vllm.sqsh", '--nodelist="$(nodes 0 3)"'):
         assert part in text
+    assert text.count("export PYTHONPATH=") == 4  # ranks, and each keeper: an image of its own does not have this project
     bare = Job("a", "megatron_nb.rl", tmp_path, SlurmConfig(nodes=3, site=str(site)), "").text()
     assert "keeper" not in bare and "NB_SERVICES" not in bare and "--nodelist" not in bare
 

@@ -21,6 +21,7 @@ from megatron_nb.model.shape import ModelConfig
 from megatron_nb.parallel.topology import ParallelConfig, Topology
 from megatron_nb.rollout.engines import EngineConfig, build_engine
 from megatron_nb.rollout.native import NativeConfig
+from megatron_nb.rollout.native_config import cache_blocks, cache_gb_for
 from megatron_nb.schema import flatten
 from megatron_nb.training.checkpoint_folder import resolve
 from megatron_nb.training.start import find_origin, load_start
@@ -43,6 +44,37 @@ def size_told(answerer: AnswererConfig, parallel: ParallelConfig) -> str:
     model = shape_of(answerer.checkpoint)
     check_layout(model, parallel)
     return f"{answerer.told}, {model.num_parameters:,} parameters"
+
+
+def sequence_limit(model: ModelConfig, config: EngineConfig) -> int:
+    """Tokens of a sequence at most, prompt and answer: by the model's positions, and by the native engine's cache."""
+    if config.kind != "native":
+        return model.max_position_embeddings
+    native = config.native
+    positions = native.max_sequence_length or model.max_position_embeddings
+    return min(positions, cache_blocks(native, model) * native.block_size)
+
+
+def check_room(answerer: AnswererConfig, engine: NativeConfig | EngineConfig, rows: dict[str, int] | None = None) -> None:
+    """ValueError when what a checkpoint is to write does not fit a sequence. rows: name -> tokens of whole episodes, if any."""
+    if not answerer.checkpoint:
+        return
+    engine = engine if isinstance(engine, EngineConfig) else EngineConfig(native=engine)
+    model, native = shape_of(answerer.checkpoint), engine.native
+    limit, positions = sequence_limit(model, engine), model.max_position_embeddings
+    if engine.kind == "native":
+        positions = native.max_sequence_length or positions
+    if answerer.max_tokens >= positions:
+        raise ValueError(
+            f"an answer of max_tokens={answerer.max_tokens} leaves no room for a prompt in the {positions} tokens of a "
+            "sequence: lower it"
+        )
+    for name, tokens in {f"an answer of max_tokens={answerer.max_tokens}": answerer.max_tokens + 1, **(rows or {})}.items():
+        if limit < (wanted := min(tokens, positions)):  # an episode ends where the positions do, whatever it may have
+            raise ValueError(
+                f"{name} does not fit the {limit} tokens that the engine's kv_cache_gb={native.kv_cache_gb:g} holds: "
+                f"give at least {cache_gb_for(wanted, native, model):g}, or lower it"
+            )
 
 
 def decides(answerer: AnswererConfig) -> dict[str, Any]:
@@ -84,14 +116,8 @@ def _with_checkpoint(
     model = shape_of(answerer.checkpoint)
     origin = find_origin(answerer.checkpoint, model)
     tokenizer = load_tokenizer(str(origin.hf_folder), answerer.chat_template)
-    longest = model.max_position_embeddings
-    if config.kind == "native":
-        longest = config.native.max_sequence_length or longest
-    if answerer.max_tokens >= longest:
-        raise ValueError(
-            f"an answer of max_tokens={answerer.max_tokens} leaves no room for a prompt in the {longest} tokens of a sequence: "
-            "lower it"
-        )
+    check_room(answerer, config)
+    longest = sequence_limit(model, config)
     chunks = build(model, parallel)
     load_start(origin, chunks, model, seed)
     engine = build_engine(config, model, place, longest, None)

@@ -125,9 +125,9 @@ def join_world(config: ParallelConfig) -> None:
     """Start torch.distributed from torchrun's environment, or as a world of one."""
     if dist.is_initialized():
         return
-    if config.communication == "nccl":
-        if not torch.cuda.is_available() or ON_CPU:
-            raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
+    if config.communication == "nccl" and (ON_CPU or not torch.cuda.is_available()):
+        raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
+    if not ON_CPU:  # over gloo too, or all ranks of a node would share its first device
         torch.cuda.set_device(local_rank())
     timeout = timedelta(minutes=config.timeout_minutes)
     if "RANK" in os.environ:

@@ -69,11 +69,22 @@ def check(config: NativeConfig, model: ModelConfig, world: int, padded_vocab: in
         raise ValueError(f"engine: block_size={config.block_size} must be a multiple of 256 for flash-attn's paged cache")
 
 
+def _block_bytes(config: NativeConfig, model: ModelConfig) -> int:
+    """Of a cache block on each rank."""
+    itemsize = DTYPES[model.dtype].itemsize
+    return 2 * itemsize * model.num_layers * config.block_size * model.num_query_groups * model.head_dim // config.tensor
+
+
+def cache_gb_for(tokens: int, config: NativeConfig, model: ModelConfig) -> float:
+    """kv_cache_gb at which a sequence of so many tokens fits, rounded up to three digits."""
+    gb = _block_bytes(config, model) * (math.ceil(tokens / config.block_size) + 1) / 2**30  # core keeps one for padding
+    digits = 2 - math.floor(math.log10(gb))
+    return math.ceil(gb * 10**digits) / 10**digits
+
+
 def cache_blocks(config: NativeConfig, model: ModelConfig) -> int:
     """Blocks that requests may use on each rank; ValueError when the budget holds none."""
-    itemsize = DTYPES[model.dtype].itemsize
-    block_bytes = 2 * itemsize * model.num_layers * config.block_size * model.num_query_groups * model.head_dim
-    block_bytes //= config.tensor
+    block_bytes = _block_bytes(config, model)
     blocks = int(config.kv_cache_gb * 2**30) // block_bytes - 1  # core keeps one for padding
     if blocks < 1:
         raise ValueError(

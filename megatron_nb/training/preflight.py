@@ -32,6 +32,7 @@ STATE_BYTES = 16  # of a parameter in a checkpoint: fp32 master and two moments,
 SHARED_S = 30.0  # that a network file system may take to show a file of another node
 MESSAGE = {True: 1 << 20, False: 1 << 26}  # floats of the all-reduce, on a CPU and on a GPU
 ROUNDS = 3
+NO_FILE = ": there is no such file or folder"
 
 
 @dataclass
@@ -113,7 +114,7 @@ def problems(everyone: list[Facts], folder: Path, free_gb: float, needed_gb: flo
 def missing(settings: dict[str, Any]) -> list[str]:
     """A line for every file or folder that a flat configuration names and that is not here, and for no tokenizer at all."""
     found = [
-        f"{key}={value}: there is no such file or folder"
+        f"{key}={value}{NO_FILE}"
         for key, value in settings.items()
         if isinstance(value, str) and value and _names_a_file(key) and not glob.glob(str(Path(value).expanduser()))
     ]

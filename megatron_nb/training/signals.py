@@ -41,6 +41,11 @@ class StopSignal:
         if self.watchdog is not None:
             self.watchdog.__exit__()
 
+    def alive(self) -> None:
+        """A part of a step is done, on every rank alike: the watchdog counts from here."""
+        if self.watchdog is not None:
+            self.watchdog.alive()
+
     def _note(self, number: int, frame) -> None:
         self.received = signal.Signals(number).name  # nothing else is safe inside a handler
 

@@ -29,7 +29,8 @@ class Watchdog:
     def __init__(self, stacks: Path, factor: float, least_s: float):
         self.stacks, self.factor, self.least_s = stacks, factor, least_s
         self._steps: list[float] = []
-        self._last: float | None = None
+        self._last: float | None = None  # step
+        self._alive = 0.0  # the last sign of life, a step or a part of one
         self._over = threading.Event()
 
     @property
@@ -43,19 +44,26 @@ class Watchdog:
         if self._last is not None:
             self._steps = [*self._steps[1 - RECENT :], now - self._last]
         elif self.factor:
+            self._alive = now  # before the thread looks at it
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
-        self._last = now
+        self._last = self._alive = now
+
+    def alive(self) -> None:
+        """A part of a step is done. Nothing before the first `beat`."""
+        if self._last is not None:
+            self._alive = time.monotonic()
 
     def _watch(self) -> None:
         while not self._over.wait(self.limit_s / LOOKS):
-            waited = time.monotonic() - self._last
+            waited = time.monotonic() - self._alive
             if waited > self.limit_s:
                 self._leave(waited)
 
     def _leave(self, waited: float) -> None:
         log.error(
-            "no step for %.0f s, more than %.0f s (launch.hang_factor=%g times the median, at least launch.hang_least_s=%g): "
-            "the stacks of this rank are in %s; leaving for a restart from the last checkpoint",
+            "no step, and no part of one, for %.0f s, more than %.0f s (launch.hang_factor=%g times the median, at least "
+            "launch.hang_least_s or what its time-outs allow, %g): the stacks of this rank are in %s; leaving for a restart "
+            "from the last checkpoint",
             waited, self.limit_s, self.factor, self.least_s, self.stacks,
         )  # fmt: skip
         with open(self.stacks, "w") as file:

@@ -8,10 +8,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_nb import evaluate
+from megatron_nb.asking.askers import AnswererConfig
+from megatron_nb.asking.loading import check_room
 from megatron_nb.config import STAGES, compose
 from megatron_nb.evals import lm_eval
 from megatron_nb.evals.kinds import make_task
 from megatron_nb.rollout.engine import Sampling
+from megatron_nb.rollout.engines import EngineConfig
+from megatron_nb.rollout.native_config import NativeConfig
 from tests.data.data_tokenizers import tiny
 from tests.evals.scripted_asker import endpoint
 from tests.jobs.killed import run_job, run_killed
@@ -69,6 +73,34 @@ def test_a_killed_evaluation_of_a_checkpoint_on_two_ranks_goes_on_to_the_same_ou
     assert summary["rules_prompt_strict"] == results["rules"]["prompt_strict"]
     assert "| parity | accuracy |" in (whole / "results.md").read_text()
     assert ranks.run(2, run_job, "evaluate", [*words, "name=killed"]) == [0, 0]  # all is on disk
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["tasks.parity.max_tokens=900", "engine.native.kv_cache_gb=2e-4"], r"max_tokens=900 does not fit .*gb=0\.0002 holds"),
+        (["tasks.parity.max_tokens=1024"], "max_tokens=1024 leaves no room for a prompt in the 1024 tokens"),
+    ],
+)
+def test_answers_that_the_cache_does_not_hold_are_refused_by_the_dry_run(tmp_path, words, more, complaint):
+    config = compose(evaluate.EvaluateConfig, "evaluate", [*words, *more, f"runs_dir={tmp_path}", "launch.dry_run=true"])
+    with pytest.raises(ValueError, match=complaint):
+        evaluate.main(config)
+
+
+def test_the_size_of_cache_that_is_told_is_enough(words):
+    checkpoint = next(word.partition("=")[2] for word in words if word.startswith("checkpoint="))
+    answerer = AnswererConfig(checkpoint, max_tokens=12)
+
+    def engine(gb: float) -> EngineConfig:
+        return EngineConfig(native=NativeConfig(kv_cache_gb=gb, block_size=16))
+
+    with pytest.raises(ValueError, match="episodes of 900 does not fit") as refused:
+        check_room(answerer, engine(2e-4), {"episodes of 900": 900})
+    enough = float(str(refused.value).partition("at least ")[2].split(",")[0])
+    check_room(answerer, engine(enough), {"episodes of 900": 900})
+    with pytest.raises(ValueError, match="does not fit"):
+        check_room(answerer, engine(enough * 0.97), {"episodes of 900": 900})
 
 
 def test_servers_that_get_the_checkpoints_weights_answer_as_the_engine_in_the_ranks(ranks, tmp_path, words):

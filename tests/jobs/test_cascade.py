@@ -16,7 +16,9 @@ from megatron_nb import cascade, config, ledger, processes
 from megatron_nb.chain import CascadeConfig, StageConfig, links_of
 from megatron_nb.chain_check import check_links, refuse
 from megatron_nb.config import ConfigError, compose
+from megatron_nb.launch import LaunchConfig
 from megatron_nb.ledger import GATE_EXIT, Gate, GateShut, Known, LedgerConfig, check_gate, write_chain, write_ledger
+from megatron_nb.slurm import SlurmConfig
 from megatron_nb.training.signals import REQUEUE_EXIT
 
 SMALL = ["model=tiny", "parallel=cpu1", "context=2k", "data=files"]
@@ -189,12 +191,43 @@ def test_what_would_stop_a_later_stage_is_known_before_the_first(tmp_path):
     }
     links = links_of(chain(tmp_path, stages))
     checked = check_links(links)
-    assert "parameters" in checked["fine"].report and not checked["fine"].problem + "".join(checked["fine"].missing)
-    assert checked["absent"].missing == [f"data.sources.a.path={tmp_path}/nothing.jsonl"]
+    assert "parameters" in checked["fine"].report and not checked["fine"].problem and not checked["fine"].missing
+    assert checked["absent"].missing == [("data.sources.a.path", f"{tmp_path}/nothing.jsonl")]
     assert not checked["later"].missing and not checked["later"].problem
     assert checked["export"].later == ["fine"] and not checked["export"].problem
-    with pytest.raises(ConfigError, match="(?s)none is begun.*absent: data.sources.a.path=.*wrong: .*format='odd'"):
+    told = "(?s)none is begun.*wrong: .*format='odd'.*not there: .*/nothing.jsonl: data.sources.a.path of absent"
+    with pytest.raises(ConfigError, match=told):
         refuse(links, checked)
+
+
+def test_what_many_links_miss_is_named_once_with_all_of_them(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    rows = StageConfig("sft", [f"data.sources.a.path={tmp_path}/rows.jsonl"])
+    riddles, other = f"{tmp_path}/riddles.jsonl", f"{tmp_path}/other.jsonl"
+    words = ["tasks.riddles.kind=math", f"tasks.riddles.path={riddles}", "tasks.other.kind=math", f"tasks.other.path={other}"]
+    wanted = LedgerConfig(headline=["riddles", "other"], of=[], words=words)
+    own = StageConfig("sft", [f"data.sources.b.path={riddles}"])
+    links = links_of(chain(tmp_path, {"one": rows, "two": rows, "own": own}, ledger=wanted))
+    checked = check_links(links)
+    cascade.describe(links, checked)
+    said, by = capsys.readouterr().out, "headline_one, headline_two, headline_own"
+    assert f"\n{riddles}: tasks.riddles.path of {by}; data.sources.b.path of own\n" in said
+    assert f"\n{other}: tasks.other.path of {by}\n" in said
+    assert said.count(f"{riddles}: ") == said.count(f"{other}: ") == 1 and "2 inputs are not there" in said
+    with pytest.raises(ConfigError) as refused:
+        refuse(links, checked)
+    assert str(refused.value).count("not there: ") == 2
+
+
+def test_what_an_earlier_stage_makes_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    stages = {
+        "one": StageConfig("sft", [f"data.sources.a.path={tmp_path}/rows.jsonl"]),
+        "two": StageConfig("sft", ["data.sources.a.path={one}/made.jsonl", "init_from=runs/nowhere"]),
+    }
+    links = links_of(chain(tmp_path, stages, launch=LaunchConfig(kind="slurm", slurm=SlurmConfig(ranks_per_node=1))))
+    two = check_links(links)["two"]
+    assert "no such file" not in two.report and "ranks" in two.report and two.missing == [("init_from", "runs/nowhere")]
 
 
 # ------------------------------------------------------------------ processes

@@ -157,7 +157,7 @@ def test_from_a_stage_nothing_is_moved_when_a_check_refuses(tmp_path):
     config = chain(tmp_path, {"one": StageConfig("sft", ["data.sources.a.path=/no/such.jsonl"])}, from_stage="one")
     (one,) = links_of(config)
     done(one)
-    with pytest.raises(ConfigError, match="one: data.sources.a.path=/no/such.jsonl is not there"):
+    with pytest.raises(ConfigError, match="not there: /no/such.jsonl: data.sources.a.path of one"):
         cascade.run(config)
     assert one.done and not list(one.run.parent.glob("*.before-*"))
 

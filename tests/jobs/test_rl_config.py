@@ -1,6 +1,7 @@
 """What the RL job refuses before any work, and the rows it takes prompts from."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,10 @@ from megatron_nb import rl
 from megatron_nb.config import compose
 from megatron_nb.data.prompts import PromptConfig, PromptSource, open_prompts, read_prompt
 from megatron_nb.data.rows import BadRow
+from megatron_nb.launch import watchdog
 from megatron_nb.rl_config import describe_job
+from megatron_nb.rollout.native_config import cache_blocks
+from megatron_nb.training import memory
 from tests.data.data_tokenizers import tiny
 
 SMALL = ["model=tiny", "parallel=cpu1", "answers=short"]
@@ -52,6 +56,76 @@ def test_a_reward_model_that_is_not_there_is_missed_before_any_model_is_built(wo
     source = ["prompts.sources.a.path=prompts.jsonl"]
     with pytest.raises(ValueError, match=complaint):
         rl.main(compose(rl.RlConfig, "rl_pointwise", [*SMALL, *source, *words]))
+
+
+RECIPE = {
+    "rl_pointwise": ["reward.terms.model.settings.checkpoint=r"],
+    "rl_pairwise": ["reward.terms.model.settings.checkpoint=r"],
+    "rl_code_pass_rate": [], "rl_code_complexity": [], "rl_agentic": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", RECIPE)
+def test_no_stage_of_the_recipe_takes_a_batch_that_keeps_its_time_outs_for_a_hang(stage, tmp_path):
+    config = compose(rl.RlConfig, stage, RECIPE[stage])
+    run = SimpleNamespace(logs=tmp_path, rank=0)
+    dog = watchdog(config, run, config.sampling_s(8))
+    assert dog.limit_s >= config.collect.timeout_s + config.reward.timeout_s
+
+
+def test_what_a_batch_may_take_follows_from_its_time_outs():
+    words = ["collect.num_prompts=40", "collect.group_size=8", "collect.concurrency=16", "collect.timeout_s=100"]
+    words += ["reward.timeout_s=10", "reward.retries=0", "prompts.heldout_limit=1"]
+    config = compose(rl.RlConfig, "rl_pointwise", [*SMALL, *words])
+    assert config.sampling_s(1) == 20 * 100 + 20  # 320 answers, 16 at a time; gates, then the other terms
+    assert config.sampling_s(4) == 5 * 100 + 20
+    more = compose(rl.RlConfig, "rl_pointwise", [*SMALL, *words, "prompts.heldout_limit=400"])
+    assert more.sampling_s(4) == 7 * 100 + 20
+    config = compose(rl.RlConfig, "rl_pointwise", [*SMALL, *words, "algorithm=dapo", "collect.max_generation_batches=3"])
+    assert config.sampling_s(4) == 3 * (5 * 100 + 20)
+
+
+@pytest.mark.parametrize("stage", RECIPE)
+def test_the_recipe_s_trainer_engine_cache_and_reward_models_fit_80_gb_together(stage):
+    config = compose(rl.RlConfig, stage, [*RECIPE[stage], "launch.dry_run=true"])
+    told = describe_job(config)
+    plan = memory.plan(config.model, config.parallel, 8, config.update.pack_tokens)
+    beside = 2 * config.model.num_parameters / 1e9 + (14.03 if "model" in config.reward.terms else 0)
+    assert f"{plan.total / 1e9 + beside:.1f} GB while training" in told
+    held = (plan.weights + plan.gradients + plan.optimizer) / 1e9 + beside + config.engine.native.kv_cache_gb * 2**30 / 1e9
+    assert f"{held:.1f} GB while sampling" in told and held < 80 * 0.92
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["engine.native.kv_cache_gb=40"], r"needs 82\.6 GB while sampling, a device has 80 GB of which 73\.6 .*kv_cache_gb"),
+        (["update.pack_tokens=98304"], r"while training, a device has 80 GB .*parallel\.context .*dtype=bfloat16"),
+    ],
+)
+def test_an_engine_that_does_not_fit_beside_the_trainer_is_refused(words, complaint):
+    config = compose(rl.RlConfig, "rl_pointwise", [*RECIPE["rl_pointwise"], *words, "launch.dry_run=true"])
+    with pytest.raises(ValueError, match=complaint):
+        describe_job(config)
+    leaner = ["reward.terms.model.settings.dtype=bfloat16", "engine=server"]
+    describe_job(compose(rl.RlConfig, "rl_pointwise", [*RECIPE["rl_pointwise"], *words, *leaner, "launch.dry_run=true"]))
+
+
+@pytest.mark.parametrize("stage", RECIPE)
+@pytest.mark.parametrize("launch", ["local", "slurm"])
+def test_a_long_step_of_the_recipe_is_saved_often_and_given_time_to_end(stage, launch):
+    config = compose(rl.RlConfig, stage, [*RECIPE[stage], f"launch={launch}"])
+    assert config.launch.slurm.grace_s >= 900 and config.checkpoint.every <= 10
+    small = compose(rl.RlConfig, "rl_pointwise", [*SMALL, f"launch={launch}"])
+    assert (small.launch.slurm.grace_s, small.checkpoint.every) == (300, 100)
+
+
+def test_the_recipe_s_cache_holds_enough_answers_for_each_to_end_in_its_time():
+    config = compose(rl.RlConfig, "rl_pointwise", RECIPE["rl_pointwise"])
+    native, c = config.engine.native, config.collect
+    held = cache_blocks(native, config.model) * native.block_size // config.longest  # answers at their longest, side by side
+    turns = -(-c.num_prompts * c.group_size // 8 // held)
+    assert turns * config.sampling.max_tokens * 0.04 < c.timeout_s  # at 40 ms a token
 
 
 def test_what_a_variant_changes_is_in_its_file():

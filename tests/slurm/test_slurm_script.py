@@ -2,14 +2,17 @@
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from megatron_nb import sft, slurm
 from megatron_nb.config import ConfigError, compose
 from megatron_nb.launch import slurm_job
+from megatron_nb.services import ServiceConfig
 from megatron_nb.slurm import PROJECT, Job, Site, SlurmConfig
 
 SMALL = ["model=tiny", "parallel=cpu4", "context=2k", "data=files", "data.sources.a.path=rows.jsonl", "launch=slurm"]
@@ -102,6 +105,75 @@ def test_a_job_of_another_size_than_its_layout_is_refused():
     config = compose(sft.SftConfig, "sft", [*SMALL, "launch.slurm.nodes=3", "launch.slurm.ranks_per_node=2"])
     with pytest.raises(ConfigError, match="= 6 ranks, but parallel.world=4"):
         sft.describe_job(config)
+
+
+def test_a_job_of_too_few_nodes_for_one_copy_is_told_how_many_it_takes():
+    words = ["context=256k", "data=mixture_256k", "parallel=h100_256k", "launch=slurm"]
+    with pytest.raises(ConfigError, match="= 8 ranks, but a copy .* takes 32: set launch.slurm.nodes to a multiple of 4"):
+        sft.describe_job(compose(sft.SftConfig, "sft", words))
+    assert "64 = data 2" in sft.describe_job(compose(sft.SftConfig, "sft", [*words, "launch.slurm.nodes=8"]))
+
+
+def test_a_node_that_takes_minutes_for_an_update_at_256k_is_told_in_time():
+    words = ["context=256k", "data=mixture_256k", "parallel=h100_8_256k", "launch=slurm", "data.tokenizer=t"]
+    made = slurm_job(compose(sft.SftConfig, "sft", words), "sft", "megatron_nb.sft")
+    assert "--signal=B:USR1@1200" in options(made.text())
+
+
+def test_what_is_for_the_ranks_alone_does_not_reach_their_servers(tmp_path):
+    site = "environment: {BOTH: 1}\nrank_environment: {ONLY: 'a b'}\ncontainer: {image: a.sqsh}"
+    made = job(tmp_path, site)
+    made.services = {"engine": ServiceConfig(["serve", "{port}"], nodes=1)}
+    text = made.text()
+    ranks = text.split("<<'NODE'\n")[1].split("\nNODE\n")[0]
+    assert "export ONLY='a b'" in ranks and text.count("ONLY") == 1 and "\nexport BOTH=1\n" in text.replace(ranks, "")
+
+
+def test_the_shipped_site_keeps_from_servers_what_they_do_not_take_well():
+    site = Site.read(PROJECT / "slurm" / "site.yaml")
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(site.environment)
+    assert site.rank_environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("kept", ["checkpoints/step-1/COMPLETE", "rollouts/pending/a.jsonl", ""])
+def test_a_step_longer_than_the_grace_goes_on_in_the_queue_when_something_was_kept(tmp_path, monkeypatch, kept):
+    made, asked = job(tmp_path, grace_s=2), tmp_path / "asked"
+    made.folder.mkdir(parents=True)
+    programs(
+        tmp_path, monkeypatch, scontrol=f"[ $1 = show ] && echo n1 || echo $* >> {asked}", squeue="echo RUNNING",
+        srun=f"trap '' USR1; touch {tmp_path}/sampling; for ((i = 0; i < 50; i++)); do sleep 0.1; done; exit 85",
+    )  # fmt: skip
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    with subprocess.Popen(["bash", "-c", made.text()], stderr=subprocess.PIPE, text=True) as script:
+        while not (tmp_path / "sampling").exists():
+            time.sleep(0.05)
+        if kept:
+            (made.run / kept).parent.mkdir(parents=True)
+            (made.run / kept).touch()
+        script.send_signal(signal.SIGUSR1)
+        time.sleep(2.5)
+        assert asked.exists() == bool(kept)
+        said = script.communicate(timeout=60)[1]
+    assert ("not left within the grace of 2 s: launch.slurm.grace_s" in said) == bool(kept)
+    assert asked.read_text().splitlines()[0] == "requeue 7"  # at the latest when the step ends
+
+
+@pytest.mark.parametrize("made", ["", "metrics.jsonl", "rollouts/pending/a.jsonl", "outcomes/parts/a.jsonl"])
+def test_a_step_whose_rank_died_starts_again_only_when_something_was_made(tmp_path, monkeypatch, made):
+    one = job(tmp_path, restarts=5)
+    one.folder.mkdir(parents=True)
+    file = one.run / made if made else tmp_path / "elsewhere"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    quoted = shlex.quote(str(file))
+    programs(
+        tmp_path, monkeypatch, scontrol="echo n1", squeue="echo RUNNING",
+        srun=f"echo begun >> {tmp_path}/srun-log; [ -s {quoted} ] || echo row > {quoted}; exit 1",
+    )  # fmt: skip
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    assert subprocess.run(["bash", "-c", one.text()], capture_output=True).returncode == 1
+    assert (tmp_path / "srun-log").read_text().count("begun") == (2 if made else 1)  # the second start made nothing
 
 
 def test_without_slurm_a_submission_says_what_to_do(tmp_path, monkeypatch):

@@ -42,6 +42,27 @@ def test_the_limit_grows_with_the_steps_and_never_falls_below_the_least(tmp_path
     assert dog.limit_s == 50
 
 
+def test_a_part_of_a_step_that_is_done_is_a_sign_of_life_and_no_step(tmp_path, monkeypatch):
+    clock, left = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    dog = Watchdog(tmp_path / "stacks", factor=10, least_s=5)
+    dog._leave = left.append
+    looks = iter([False, True])
+    dog._over.wait = lambda seconds: next(looks)
+    watch, dog._watch = dog._watch, lambda: None
+    dog.alive()  # before the first step: nothing is watched yet
+    dog.beat()
+    clock[0] = 4
+    dog.alive()
+    clock[0] = 8
+    watch()
+    assert left == [] and dog._steps == []
+    looks = iter([False, True])
+    clock[0] = 9.5
+    watch()
+    assert left == [5.5]
+
+
 @pytest.mark.parametrize("factor", [0, 5])
 def test_a_rank_that_works_or_is_not_watched_goes_on(tmp_path, factor):
     with Watchdog(tmp_path / "stacks", factor=factor, least_s=2) as dog:
