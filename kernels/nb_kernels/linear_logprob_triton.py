@@ -178,7 +178,7 @@ def _chunk_statistics(h, weight, targets, entropy, shard):
     splits = min(vocab_tiles, max(4, triton.cdiv(WAVES * PROCESSORS, token_tiles)))
     group = triton.cdiv(PROCESSORS, splits)
     scale = LOG2E / shard.temperature
-    runs = h.new_zeros(3, splits, n, dtype=dtype)
+    runs = [h.new_zeros(splits, n, dtype=dtype) for _ in range(3)]  # each aligned for any n: else the JIT compiles variants
     y = h.new_empty(n, dtype=dtype)
     with torch.cuda.device_of(h):
         row_statistics[(token_tiles * splits,)](

@@ -108,6 +108,20 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
         linear_logprob(hidden, weight, targets, implementation="triton").sum().backward()
 
 
+@needs_interpreter
+@pytest.mark.parametrize("T", [37, 38, 40])
+def test_no_number_of_tokens_asks_for_another_variant_of_the_kernel(monkeypatch, T):
+    starts = []
+
+    class Watched(NoLaunch):
+        def __getitem__(self, grid):
+            return lambda hidden, weight, *rest, **options: starts.extend(x.data_ptr() % 16 for x in rest[:3])
+
+    monkeypatch.setattr(linear_logprob_triton, "row_statistics", Watched())
+    linear_logprob(*small(T), implementation="triton")
+    assert len(starts) == 3 and not any(starts)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_shifted_logits_lose_no_digits(path, shift):
