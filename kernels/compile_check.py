@@ -17,9 +17,10 @@ A module of nb_kernels takes part by a function `compile_cases()` that yields tu
     matrix      True: the machine code must multiply by wgmma only and load through TMA; "wgmma": wgmma only
 
 Each case is compiled aligned (pointers and integers marked divisible by 16, as the JIT does at run time) and, outside the short
-form, unaligned. Both must compile and fit 227 KiB of shared memory. Aligned ones must do without register spills and
-local-memory traffic (LDL, STL), unless the name holds "(may spill)", and show the instructions that `matrix` asks for; of
-unaligned ones all that is reported only. The short form takes the first case of each kernel.
+form, unaligned. Both must compile, fit 227 KiB of shared memory and keep registers that a wgmma multiplies until it has read
+them. Aligned ones must do without register spills and local-memory traffic (LDL, STL), unless the name holds "(may spill)",
+and show the instructions that `matrix` asks for; of unaligned ones all that is reported only. The short form takes the first
+case of each kernel.
 Compiles run in worker processes, so a compiler crash costs one case and is reported.
 The other Triton is fetched as a wheel (pip download) into .cache/ and unpacked beside; it is never installed.
 """
@@ -69,6 +70,52 @@ def cases():
     return found
 
 
+def written(text):
+    """Numbers of the registers that an instruction writes."""
+    name, *operands = re.split(r",? +", text)
+    register = re.match(r"R(\d+)", " ".join(operands[:2]).removeprefix("PT "))  # a shuffle's predicate stands before it
+    if register is None:
+        return range(0)
+    if name.startswith("HGMMA"):
+        count = int(re.search(r"64x(\d+)x", name)[1]) // 2
+    elif ".128" in name or name.endswith("88.4"):
+        count = 4
+    else:
+        count = 1 + (".64" in name or ".WIDE" in name or name.endswith("88.2") or name == "CS2R")
+    return range(int(register[1]), int(register[1]) + count)
+
+
+def overwritten(sass):
+    """How many wgmma have a register operand that some path writes before the wait after which it has been read.
+
+    ptxas before 13.3 may compile that, out of right PTX, and products are wrong (triton-lang/triton issue 9433, pull 11781).
+    """
+    code = [(int(at, 16), bool(guard), text) for at, guard, text in re.findall(r"/\*(\w{4,})\*/ +(@\S+ )? *(\S.*?) +;", sass)]
+    place, found = {at: i for i, (at, _, _) in enumerate(code)}, 0
+    for start, (_, _, text) in enumerate(code):
+        operand = re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", text)
+        if operand is None:
+            continue
+        registers = range(int(operand[1]), int(operand[1]) + 4)
+        todo, seen, bad = [(start + 1, int("gsb0" in text))], set(), False  # (instruction, groups closed since)
+        while todo and not bad:
+            i, groups = todo.pop()
+            while i < len(code) and (i, groups) not in seen:
+                seen.add((i, groups))
+                _, guarded, text = code[i]
+                bad = bad or any(r in registers for r in written(text))
+                groups += text.startswith("HGMMA") and "gsb0" in text
+                wait = re.match(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\d+)", text)
+                target = re.match(r"BRA.* 0x(\w+)", text)
+                if target and int(target[1], 16) in place:
+                    todo.append((place[int(target[1], 16)], groups))
+                if bad or (wait and groups > int(wait[1], 16)) or (text.startswith(("BRA", "EXIT")) and not guarded):
+                    break
+                i += 1
+        found += bad
+    return found
+
+
 def compile_case(case, aligned):
     """Compile one case for sm_90 and read registers, spills, shared memory and instructions off the machine code."""
     import triton
@@ -109,6 +156,7 @@ def compile_case(case, aligned):
         "wgmma": count("HGMMA"),
         "mma": count("HMMA"),
         "tma": count("UTMALDG"),
+        "overwritten": overwritten(sass),
         "serialised": len(re.findall(r"C75\d\d", log)),  # ptxas waits for each wgmma: correct but slow
         "seconds": round(seconds, 1),
     }
@@ -123,6 +171,8 @@ def faults(case, result, aligned=True):
         found.append(f"{result['spills']} bytes of spills, {result['local']} local-memory instructions")
     if result["shared"] > SHARED_MEMORY:
         found.append(f"{result['shared']} bytes of shared memory, {SHARED_MEMORY} exist")
+    if result["overwritten"]:
+        found.append(f"registers of {result['overwritten']} wgmma are overwritten before they are read: try another ptxas")
     if aligned and case.matrix and (result["mma"] or not result["wgmma"]):
         found.append(f"{result['wgmma']} wgmma and {result['mma']} mma.sync: tensor cores must run wgmma only")
     if aligned and case.matrix is True and not result["tma"]:

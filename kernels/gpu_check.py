@@ -9,11 +9,14 @@ Needs torch and Triton only. In this order, while time is left:
 --rehearse runs part 1 on the CPU at toy sizes, on the torch paths: it proves this script, not the kernels.
 """
 import argparse
+import contextlib
+import fcntl
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +30,18 @@ ROWS = 4096  # of a case that bench.py times at more: float64 copies of 16 check
 
 def error(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))
+
+
+@contextlib.contextmanager
+def turn():
+    """Checks hold whole references one at a time and give the memory back: a vocabulary's in float64 takes a dozen GB."""
+    import torch
+
+    with open(os.environ.get("GPU_CHECK_TURN", os.devnull), "w") as lock:
+        if "GPU_CHECK_TURN" in os.environ:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 def passes(function, leaves, *rest):
@@ -44,9 +59,12 @@ def passes(function, leaves, *rest):
 def against_float64(what, ours, reference, leaves, *rest, to=lambda x: x.double()):
     """Rows (what, our error, eager torch's error)."""
     wide = [to(x) if hasattr(x, "is_floating_point") and x.is_floating_point() else x for x in rest]
-    exact = passes(reference, [x.double() for x in leaves], *wide)
-    eager, found = passes(reference, leaves, *rest), passes(ours, leaves, *rest)
-    return [(f"{what} [{i}]", error(f, e), error(p, e)) for i, (f, p, e) in enumerate(zip(found, eager, exact))]
+    with turn():
+        exact = passes(reference, [x.double() for x in leaves], *wide)
+        eager = [error(p, e) for p, e in zip(passes(reference, leaves, *rest), exact)]
+    found = passes(ours, leaves, *rest)
+    with turn():
+        return [(f"{what} [{i}]", error(f, e), p) for i, (f, p, e) in enumerate(zip(found, eager, exact))]
 
 
 def attention_cases(device, dtype, rehearse):
@@ -134,8 +152,10 @@ def attention_paged(device, dtype, rehearse):
 
     for name, (q, k, v, *rest) in cases("cpu" if rehearse else device, dtype):
         if int(rest[1].max()) <= 8192:
-            exact, eager = reference(q.double(), k.double(), v.double(), *rest), reference(q, k, v, *rest)
-            yield name, error(attention_paged(q, k, v, *rest), exact), error(eager, exact)
+            with turn():
+                exact = reference(q.double(), k.double(), v.double(), *rest)
+                eager = error(reference(q, k, v, *rest), exact)
+            yield name, error(attention_paged(q, k, v, *rest), exact), eager
 
 
 def linear_logprob(device, dtype, rehearse):
@@ -296,7 +316,8 @@ def main():
         print("gpu_check needs a CUDA device; --rehearse runs the script itself on the CPU", file=sys.stderr)
         return 2
     device = "cpu, rehearsal" if arguments.rehearse else torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, Triton {triton.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}, ptxas {triton.knobs.nvidia.ptxas.version}"
+    print(f"{device}, {versions}, {time.strftime('%Y-%m-%d')}", flush=True)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     env.pop("TRITON_INTERPRET", None)
 
@@ -312,7 +333,8 @@ def main():
         return ok, text
 
     items = [(name, dtype) for name, (_, dtypes) in CHECKS.items() for dtype in dtypes if arguments.only in name]
-    with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
+        env["GPU_CHECK_TURN"] = lock.name
         results = list(pool.map(check, items))
     bench = ""
     if not arguments.rehearse and not arguments.only:

@@ -123,6 +123,7 @@ class _Packed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, start = ctx.saved_tensors
         scale, path = ctx.rest
@@ -175,7 +176,7 @@ def _check(path, **tensors):
             raise ValueError(f"{name} has strides {x.stride()}: its last dimension must be contiguous; call .contiguous()")
         step = 16 // x.element_size()
         if path is attention_triton and len(axes) == 3 and x.numel():
-            if x.data_ptr() % 16 or x.stride(0) % step or x.stride(1) % step:
+            if x.data_ptr() % 16 or (x.stride(0) % step and len(x) > 1) or (x.stride(1) % step and x.shape[1] > 1):
                 raise ValueError(f"{name} must have 16-byte aligned rows, has strides {x.stride()}; pass a contiguous copy")
             if x.stride(0) < (x.shape[1] - 1) * x.stride(1) + x.shape[2] and len(x) > 1:
                 raise ValueError(f"{name} has strides {x.stride()}: a token's heads must lie together; call .contiguous()")

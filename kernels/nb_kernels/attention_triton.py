@@ -244,7 +244,8 @@ def _padded(x, width):
 def _matrix(x, rows):
     """Descriptor of x [tokens, heads, D] for tiles of `rows` tokens of one head, which begins at column head * x.stride(1)."""
     T, heads, D = x.shape
-    return TensorDescriptor(x, [T, (heads - 1) * x.stride(1) + D], [x.stride(0), 1], [rows, D])
+    width = (heads - 1) * x.stride(1) + D
+    return TensorDescriptor(x, [T, width], [x.stride(0) if T > 1 else width, 1], [rows, D])  # one token: of any stride
 
 
 def forward(q, k, v, out, lse, start, q_offset, k_offset, scale, fresh=False):

@@ -171,6 +171,7 @@ def grpo_loss(
     with torch.no_grad():
         mean = counts = None
         if o.ratio == "sequence":
+            cu_seqlens = cu_seqlens.contiguous()
             x = streams["logprob"] - streams["old"] if old is not None else torch.zeros_like(streams["logprob"])
             sums, counts = _shared(backend.sequence_sums(x, streams["weight"], cu_seqlens), group)
             mean = _spread(sums / counts.clamp(min=1), cu_seqlens, len(logprob))
@@ -227,6 +228,8 @@ def _check(streams, o, cu_seqlens):
     if o.ratio == "sequence":
         if cu_seqlens is None:
             raise ValueError("cu_seqlens is missing: ratio='sequence' needs the bounds of the sequences")
+        if cu_seqlens.device != logprob.device:
+            raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, must be on {logprob.device} like logprob")
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != len(logprob) or any(a > b for a, b in zip(bounds, bounds[1:])):
             raise ValueError(f"cu_seqlens={bounds[:8]}... must start at 0, not decrease, and end at T={len(logprob)}")

@@ -145,7 +145,8 @@ def sequence_sums(x, weight, cu_seqlens):
     S, acc = len(cu_seqlens) - 1, tl.float64 if x.dtype == torch.float64 else tl.float32
     out = x.new_empty(2, S)
     if S:
-        _sequence_sums[(S,)](x, weight, cu_seqlens, *out, BLOCK=BLOCK, ACC=acc)
+        with torch.cuda.device_of(x):
+            _sequence_sums[(S,)](x, weight, cu_seqlens, *out, BLOCK=BLOCK, ACC=acc)
     return out
 
 
@@ -159,13 +160,14 @@ def token_terms(streams, mean, o, metrics):
     d_entropy = torch.empty_like(logprob) if entropy is not None else None
     parts = logprob.new_empty(programs, len(metrics))
     if T:
-        _token_terms[(programs,)](
-            *streams.values(), mean, d_logprob, d_sequence, d_entropy, parts, T,
-            o.clip_low, o.clip_high, o.dual_clip or math.inf, o.importance_cap or math.inf,
-            o.kl_coefficient, o.entropy_coefficient,
-            CISPO=o.objective == "cispo", DUAL=o.dual_clip is not None, CAP=o.importance_cap is not None,
-            KL=KL[o.kl], UNBIASED=o.kl_grad == "unbiased", BLOCK=BLOCK, METRICS=len(metrics),
-        )  # fmt: skip
+        with torch.cuda.device_of(logprob):
+            _token_terms[(programs,)](
+                *streams.values(), mean, d_logprob, d_sequence, d_entropy, parts, T,
+                o.clip_low, o.clip_high, o.dual_clip or math.inf, o.importance_cap or math.inf,
+                o.kl_coefficient, o.entropy_coefficient,
+                CISPO=o.objective == "cispo", DUAL=o.dual_clip is not None, CAP=o.importance_cap is not None,
+                KL=KL[o.kl], UNBIASED=o.kl_grad == "unbiased", BLOCK=BLOCK, METRICS=len(metrics),
+            )  # fmt: skip
     return d_logprob, d_sequence, d_entropy, parts.double().sum(0)
 
 

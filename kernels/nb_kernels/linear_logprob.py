@@ -90,6 +90,7 @@ def linear_logprob(
     """
     _check_layout(hidden, weight, targets, temperature, coefficient)
     shard, total = _shard(weight, float(temperature), vocab_size, group, reduce_hidden_grad)
+    targets = targets.contiguous()
     kept = _kept_rows(targets, total, ignore_index)
     backend = _backend(implementation, hidden, weight)
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -202,8 +203,8 @@ class _LinearLogprob(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, e):
         hidden, weight, targets, kept, promise, m, l, ent = ctx.saved_tensors
-        g = torch.zeros_like(l) if g is None else g.to(l.dtype)
-        e = None if e is None else e.to(l.dtype)
+        g = torch.zeros_like(l) if g is None else g.to(l.dtype).contiguous()  # of a plain sum it is one number, expanded
+        e = None if e is None else e.to(l.dtype).contiguous()
         if promise is not None:
             _promised_scalar(g, promise, kept)
         if ctx.shard.group is None:  # rows without gradient cost nothing; with a group the ranks' chunks must agree

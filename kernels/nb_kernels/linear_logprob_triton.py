@@ -148,7 +148,9 @@ def _options(dtype, H):
 
 
 def _descriptor(matrix, rows, columns):
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+    n, width = matrix.shape
+    stride = matrix.stride(0) if n > 1 else triton.cdiv(width, 16) * 16  # the stride of a single row may be any number
+    return TensorDescriptor(matrix, [n, width], [stride, 1], [rows, columns])
 
 
 def forward(hidden, weight, targets, kept, entropy, shard):
@@ -176,15 +178,16 @@ def _chunk_statistics(h, weight, targets, entropy, shard):
     splits = min(vocab_tiles, max(4, triton.cdiv(WAVES * PROCESSORS, token_tiles)))
     group = triton.cdiv(PROCESSORS, splits)
     scale = LOG2E / shard.temperature
-    runs = h.new_zeros(3, splits, n, dtype=dtype)
-    row_statistics[(token_tiles * splits,)](
-        _descriptor(h, bt, bh), _descriptor(weight, bv, bh), *runs, n, V, splits, group, scale,
-        ENTROPY=entropy, **constants, **launch,
-    )  # fmt: skip
+    runs = [h.new_zeros(splits, n, dtype=dtype) for _ in range(3)]  # each aligned for any n: else the JIT compiles variants
     y = h.new_empty(n, dtype=dtype)
-    target_logits[(triton.cdiv(n, TARGET_BLOCK),)](
-        h, weight, targets, y, n, shard.first, V, H=H, BT=TARGET_BLOCK, BH=128, ACC=constants["ACC"]
-    )
+    with torch.cuda.device_of(h):
+        row_statistics[(token_tiles * splits,)](
+            _descriptor(h, bt, bh), _descriptor(weight, bv, bh), *runs, n, V, splits, group, scale,
+            ENTROPY=entropy, **constants, **launch,
+        )  # fmt: skip
+        target_logits[(triton.cdiv(n, TARGET_BLOCK),)](
+            h, weight, targets, y, n, shard.first, V, H=H, BT=TARGET_BLOCK, BH=128, ACC=constants["ACC"]
+        )
     m = runs[0].amax(0)
     shift = (runs[0] - m) * scale
     decay = shift.exp2()
@@ -212,10 +215,12 @@ def backward(hidden, weight, targets, kept, m, l, ent, g, e, shard, want_hidden,
         for v in range(0, V, VOCAB_CHUNK):
             w = weight[v : min(v + VOCAB_CHUNK, V)]
             dz = workspace[:n, : len(w)]
-            logit_gradients[(triton.cdiv(n, bt) * triton.cdiv(len(w), bv),)](
-                _descriptor(h, bt, bh), _descriptor(w, bv, bh), y, share, gr, er, shift, t, _descriptor(dz, bt, bv),
-                n, len(w), shard.first + v, group, LOG2E / shard.temperature, LN2, ENTROPY=e is not None, **constants, **launch,
-            )  # fmt: skip
+            with torch.cuda.device_of(h):
+                logit_gradients[(triton.cdiv(n, bt) * triton.cdiv(len(w), bv),)](
+                    _descriptor(h, bt, bh), _descriptor(w, bv, bh), y, share, gr, er, shift, t, _descriptor(dz, bt, bv),
+                    n, len(w), shard.first + v, group, LOG2E / shard.temperature, LN2,
+                    ENTROPY=e is not None, **constants, **launch,
+                )  # fmt: skip
             if want_hidden:
                 _accumulate(dh, dz, w)
             if want_weight:

@@ -102,6 +102,7 @@ class _Triton(torch.autograd.Function):
         return y, h if ctx.fused else None
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, dh):
         h, weight, r = ctx.saved_tensors
         (T, H), tile = h.shape, _tile(h.shape[1])

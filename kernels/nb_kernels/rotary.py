@@ -117,6 +117,7 @@ class _Rotary(torch.autograd.Function):
         return rotated(x, cos, sin, interleaved, 1.0)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         cos, sin, interleaved, rotated = ctx.rest
         return rotated(dy if dy.stride(-1) == 1 else dy.contiguous(), cos, sin, interleaved, -1.0), None, None, None, None

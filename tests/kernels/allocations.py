@@ -1,4 +1,4 @@
-"""Watch what a function allocates: live bytes and largest tensor, and NaN margins round every buffer."""
+"""Watch what a function allocates and where it launches: live bytes and largest tensor, NaN margins, the device's guard."""
 
 import contextlib
 import weakref
@@ -95,3 +95,30 @@ def canaries():
         torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.empty_like, torch.zeros_like = saved
     assert buffers, "nothing was allocated within: the canaries watched nothing"
     assert all(map(_intact, buffers)), "a kernel wrote outside its buffer"
+
+
+@contextlib.contextmanager
+def launches_under_guard(monkeypatch, module, *names):
+    """Within, these kernels of `module` must each be launched, and only inside torch.cuda.device_of(a tensor)."""
+    inside, seen = [], set()
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    class Watched:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            assert inside, f"{self.name} is launched on the current device, wherever its tensors are"
+            seen.add(self.name)
+            return self.kernel[grid]
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in names:
+        monkeypatch.setattr(module, name, Watched(name, getattr(module, name)))
+    yield
+    assert seen == set(names)

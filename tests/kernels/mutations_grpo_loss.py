@@ -29,5 +29,7 @@ MUTATIONS = [
     ("torch: cispo stops clipped tokens", TORCH, "slope = -clipped * advantage\n", "slope = -clipped * advantage * (clipped == r)\n"),
     ("sequence gradients are not spread", FRONT, "d_logprob += _spread", "_ = _spread"),
     ("sequence gradients reach masked tokens", FRONT, '.where(streams["weight"] != 0, 0)\n        metrics', "\n        metrics"),
+    ("bounds keep their strides", FRONT, "cu_seqlens = cu_seqlens.contiguous()", "pass"),
+    ("token terms are launched anywhere", TRITON, "with torch.cuda.device_of(logprob):", "if True:"),
     ("ranks do not share sequences", FRONT, "dist.all_reduce(sums, group=group)", "pass", RANKS),
 ]

@@ -308,6 +308,25 @@ def test_bounds_are_looked_at_again_after_a_change_in_place():
         attention(q, k, v, cu_seqlens)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("stride", [1, 16])
+def test_one_token_may_have_any_stride_to_the_next(stride):
+    x = torch.randn(64, dtype=torch.float64).as_strided((1, 4, 16), (stride, 16, 1))
+    rows = attention_triton._matrix(x, 16)
+    assert rows.strides[0] >= rows.shape[1]  # the driver refuses rows that overlap
+    assert torch.equal(attention(x, x, x, torch.tensor([0, 1]), implementation="triton"), x)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_second_derivative_is_refused(path):
+    q, k, v, dout, cu_seqlens = pack([5, 3], 2, 1, 16)
+    q.requires_grad_()
+    out = attention(q, k, v, cu_seqlens, window=4, implementation=path)
+    (dq,) = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_no_tokens_give_an_empty_result(path):
     q = torch.randn(0, 2, 16, requires_grad=True)

@@ -14,7 +14,8 @@ SPEC = importlib.util.spec_from_file_location("compile_check", KERNELS / "compil
 compile_check = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(compile_check)
 
-GOOD = {"registers": 200, "spills": 0, "local": 0, "shared": 1000, "wgmma": 4, "mma": 0, "tma": 2, "serialised": 0}
+GOOD = {"registers": 200, "spills": 0, "local": 0, "shared": 1000, "wgmma": 4, "mma": 0, "tma": 2}
+GOOD |= {"serialised": 0, "overwritten": 0}
 
 
 def case(name="x", matrix=True):
@@ -55,6 +56,7 @@ def test_every_module_with_a_kernel_takes_part():
         ({"wgmma": 0}, "0 wgmma"),
         ({"mma": 3}, "3 mma.sync"),
         ({"tma": 0}, "no TMA"),
+        ({"overwritten": 2}, "2 wgmma are overwritten"),
         ({"error": "CompilationError: x"}, "CompilationError"),
     ],
 )
@@ -62,6 +64,30 @@ def test_each_limit_is_held(change, words):
     assert not compile_check.faults(case(), GOOD)
     (fault,) = compile_check.faults(case(), GOOD | change)
     assert words in fault
+
+
+MULTIPLY, WAIT = "HGMMA.64x128x16.F32.BF16 R24, R168, gdesc[UR4].tnspB, R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize(
+    "lines, count",
+    [
+        ((MULTIPLY, WAIT, "F2FP.BF16.F32.PACK_AB R169, R3, R4"), 0),
+        ((MULTIPLY, "F2FP.BF16.F32.PACK_AB R169, R3, R4", WAIT), 1),
+        ((MULTIPLY, "LDS.128 R166, [R3]", WAIT), 1),
+        ((MULTIPLY, "SHFL.BFLY PT, R171, R3, 0x2, 0x1f", WAIT), 1),
+        ((MULTIPLY, "IADD3 R14, P0, R169, 0x2, RZ", "ISETP.GE.AND P0, PT, R168, R2, PT", "STS [R168], R169", WAIT), 0),
+        ((MULTIPLY, MULTIPLY.replace("168", "172"), WAIT.replace("0x0", "0x1"), "MOV R170, R3"), 0),
+        ((MULTIPLY, MULTIPLY.replace("168", "172"), WAIT.replace("0x0", "0x1"), "MOV R173, R3", WAIT), 1),
+        (("MOV R168, R3", MULTIPLY, "@P0 BRA 0x0000", WAIT), 1),  # the next turn of a loop
+        (("MOV R168, R3", MULTIPLY, WAIT, "@P0 BRA 0x0000"), 0),
+        ((MULTIPLY, "EXIT", "MOV R168, R3"), 0),
+        (("HGMMA.64x16x16.F32.BF16 R160, gdesc[UR4], R160, gsb0", "MOV R168, R3", WAIT), 0),
+    ],
+)
+def test_register_operands_that_are_written_before_they_were_read_are_seen(lines, count):
+    sass = "\n".join(f"        /*{16 * i:04x}*/   {line} ;   /* 0x0 */\n  /* 0x1 */" for i, line in enumerate(lines))
+    assert compile_check.overwritten(sass) == count
 
 
 def test_unaligned_variants_and_those_that_may_spill_are_only_reported():

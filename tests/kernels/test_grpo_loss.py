@@ -9,7 +9,7 @@ from nb_kernels import grpo_loss_triton
 from nb_kernels.grpo_loss import METRICS, Objective, cases, grpo_loss, reference
 from nb_kernels.linear_logprob import linear_logprob
 
-from tests.kernels.allocations import canaries, guarded
+from tests.kernels.allocations import canaries, guarded, launches_under_guard
 
 needs_interpreter = pytest.mark.skipif(not grpo_loss_triton.INTERPRETED, reason="float64 kernels run in the interpreter")
 PATHS = ["torch", pytest.param("triton", marks=needs_interpreter)]
@@ -73,6 +73,24 @@ def test_no_kernel_reads_or_writes_outside_its_buffers(name):
         found = grpo_loss(**inputs, options=Objective(**options), implementation="triton")
     for field in ("loss", "d_logprob", "d_entropy"):
         assert error(getattr(found, field), getattr(expected, field)) < 1e-12
+
+
+@needs_interpreter
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    streams, options = CASES["gspo-k1-T63"]
+    with launches_under_guard(monkeypatch, grpo_loss_triton, "_sequence_sums", "_token_terms"):
+        grpo_loss(**streams, options=Objective(**options), implementation="triton")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_strided_bounds_of_sequences_are_those_bounds(path):
+    streams, options = CASES["gspo-k1-T63"]
+    strided = torch.stack([streams["cu_seqlens"], streams["cu_seqlens"] * 0], 1)[:, 0]
+    losses = [
+        grpo_loss(**streams | {"cu_seqlens": bounds}, options=Objective(**options), implementation=path).loss
+        for bounds in (streams["cu_seqlens"], strided)
+    ]
+    assert torch.equal(*losses)
 
 
 def one_token(ratio, advantage, path="torch", behaviour_ratio=None, **options):
@@ -284,6 +302,7 @@ BAD = {
     "missing entropy": ({}, dict(entropy_coefficient=0.1), "entropy is missing"),
     "missing bounds": ({}, dict(ratio="sequence"), "cu_seqlens is missing"),
     "bounds not to T": (dict(cu_seqlens=torch.tensor([0, 3])), dict(ratio="sequence"), "end at T=4"),
+    "bounds elsewhere": (dict(cu_seqlens=torch.tensor([0, 4], device="meta")), dict(ratio="sequence"), "must be on cpu"),
     "bounds decrease": (dict(cu_seqlens=torch.tensor([0, 3, 2, 4])), dict(ratio="sequence"), "not decrease"),
     "unknown kl": ({}, dict(kl="k4"), "kl='k4' must be"),
     "unknown ratio": ({}, dict(ratio="turn"), "ratio='turn' must be"),

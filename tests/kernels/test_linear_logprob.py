@@ -5,7 +5,7 @@ import torch
 from nb_kernels import linear_logprob_torch, linear_logprob_triton
 from nb_kernels.linear_logprob import Shard, cases, linear_logprob, reference, top_k_logprob
 
-from tests.kernels.allocations import LiveBytes, canaries, guarded
+from tests.kernels.allocations import LiveBytes, canaries, guarded, launches_under_guard
 from tests.kernels.interpreter_bf16 import bf16_interpreter
 
 needs_interpreter = pytest.mark.skipif(not linear_logprob_triton.INTERPRETED, reason="float64 kernels run in the interpreter")
@@ -71,6 +71,55 @@ def test_chunks_of_tokens_and_vocabulary_change_nothing(monkeypatch, path, entro
     inputs = hidden, weight
     for e, f in zip((*expected, *gradients(expected, weights, inputs)), (*found, *gradients(found, weights, inputs))):
         assert error(f, e) < 1e-12
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_strided_targets_and_the_expanded_gradient_of_a_sum(path, entropy):
+    hidden, weight, targets = small()
+    expected = reference(hidden, weight, targets)[: 1 + entropy]
+    inputs = hidden, weight
+    expected = (*expected, *torch.autograd.grad(sum(x.sum() for x in expected), inputs))
+    targets = torch.stack([targets * 0, targets], 1)[:, 1]
+    found = linear_logprob(*inputs, targets, entropy=entropy, implementation=path)
+    found = found if entropy else (found,)
+    for e, f in zip(expected, (*found, *torch.autograd.grad(sum(x.sum() for x in found), inputs))):
+        assert error(f, e) < 1e-12
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_stride_of_a_single_row_may_be_any_number(path):
+    hidden, weight, targets = small(T=1)
+    row = hidden.detach().flatten()[:, None].T.requires_grad_()  # strides (1, 1), yet contiguous to torch
+    expected, found = (
+        (x, *torch.autograd.grad(x.sum(), leaf))
+        for x, leaf in (
+            (reference(hidden, weight, targets)[0], hidden),
+            (linear_logprob(row, weight, targets, implementation=path), row),
+        )
+    )
+    assert row.stride(0) == 1 and all(error(f, e) < 1e-12 for e, f in zip(expected, found))
+
+
+@needs_interpreter
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    with launches_under_guard(monkeypatch, linear_logprob_triton, "row_statistics", "target_logits", "logit_gradients"):
+        hidden, weight, targets = small()
+        linear_logprob(hidden, weight, targets, implementation="triton").sum().backward()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("T", [37, 38, 40])
+def test_no_number_of_tokens_asks_for_another_variant_of_the_kernel(monkeypatch, T):
+    starts = []
+
+    class Watched(NoLaunch):
+        def __getitem__(self, grid):
+            return lambda hidden, weight, *rest, **options: starts.extend(x.data_ptr() % 16 for x in rest[:3])
+
+    monkeypatch.setattr(linear_logprob_triton, "row_statistics", Watched())
+    linear_logprob(*small(T), implementation="triton")
+    assert len(starts) == 3 and not any(starts)
 
 
 @pytest.mark.parametrize("path", PATHS)

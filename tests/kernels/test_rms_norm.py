@@ -102,3 +102,11 @@ def test_bad_input_raises_before_any_launch(change, words):
     inputs = {"x": torch.randn(3, 8), "weight": torch.randn(8)} | change
     with pytest.raises(ValueError, match=words):
         rms_norm(inputs.pop("x"), inputs.pop("weight"), **inputs)
+
+
+@needs_interpreter
+def test_a_second_derivative_is_refused():
+    x, upstream = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    (dx,) = torch.autograd.grad(rms_norm(x, torch.ones(8), implementation="triton"), x, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()

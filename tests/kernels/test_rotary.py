@@ -109,3 +109,12 @@ def test_bad_input_raises_before_any_launch(change, words):
     inputs = {"x": torch.randn(4, 2, 8), "positions": torch.arange(4), "frequencies": torch.ones(4)} | change
     with pytest.raises(ValueError, match=words):
         rotary(**inputs)
+
+
+@needs_interpreter
+def test_a_second_derivative_is_refused():
+    x, upstream = torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8, requires_grad=True)
+    turned = rotary(x, torch.arange(3), torch.ones(4), implementation="triton")
+    (dx,) = torch.autograd.grad(turned, x, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()

@@ -81,3 +81,11 @@ def test_no_rows_give_an_empty_result(path):
 def test_bad_input_raises_before_any_launch(x, path, words):
     with pytest.raises(ValueError, match=words):
         swiglu(x, implementation=path)
+
+
+@needs_interpreter
+def test_a_second_derivative_is_refused():
+    x, upstream = torch.randn(3, 8, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(swiglu(x, implementation="triton"), x, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
