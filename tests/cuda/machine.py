@@ -194,19 +194,24 @@ def _batch_isend_irecv(operations):
     return [_Work() for _ in operations]
 
 
-def _all_gather_object(objects, value, group=None):
+def _all_gather_object(object_list, obj, group=None):
     _object_seen("all_gather_object", group)
-    objects[:] = [value] * _size(group)
+    object_list[:] = [obj] * _size(group)
 
 
-def _gather_object(value, object_gather_list=None, dst=None, group=None, group_dst=None):
+def _gather_object(obj, object_gather_list=None, dst=None, group=None, group_dst=None):
     _object_seen("gather_object", group)
     if object_gather_list is not None:
-        object_gather_list[:] = [value] * _size(group)
+        object_gather_list[:] = [obj] * _size(group)
 
 
-def _broadcast_object_list(objects, src=None, group=None, device=None, group_src=None):
+def _broadcast_object_list(object_list, src=None, group=None, device=None, group_src=None):
     _object_seen("broadcast_object_list", group)
+
+
+def _scatter_object_list(output, objects=None, src=None, group=None, group_src=None):
+    _object_seen("scatter_object_list", group)
+    output[0] = objects[_rank(group)]
 
 
 def _barrier(group=None, async_op=False, device_ids=None, timeout=None):
@@ -237,7 +242,7 @@ def _install_distributed(rank: int, world: int) -> None:
         "irecv": _recv, "all_gather_into_tensor": _all_gather_into_tensor, "_all_gather_base": _all_gather_into_tensor,
         "reduce_scatter_tensor": _reduce_scatter_tensor, "_reduce_scatter_base": _reduce_scatter_tensor,
         "batch_isend_irecv": _batch_isend_irecv, "all_gather_object": _all_gather_object, "gather_object": _gather_object,
-        "broadcast_object_list": _broadcast_object_list, "barrier": _barrier, "_coalescing_manager": _coalescing,
+        "broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list, "barrier": _barrier, "_coalescing_manager": _coalescing,
     }  # fmt: skip
     for module in (dist, dist.distributed_c10d):
         for name, value in found.items():

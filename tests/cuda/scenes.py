@@ -1,0 +1,258 @@
+"""Pieces of the jobs on a pretended GPU. Run as a process of its own: python -m tests.cuda.scenes RANK WORLD LAYOUT SCENE ..."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.cuda import machine
+
+if __name__ == "__main__":
+    machine.install(int(sys.argv[1]), int(sys.argv[2]))
+
+import numpy as np
+import torch
+import yaml
+
+import megatron_nb
+from megatron_nb.parallel import topology
+from tests.cuda.pretend import CUDA, Pretended, WrongDevice
+from tests.training import tiny
+
+MODEL = dict(dtype="bf16", num_layers=2, num_attention_heads=4, num_query_groups=2, head_dim=16)
+
+
+def _trainer(layout: dict, optimizer: dict | None = None, **model):
+    topology.destroy()
+    made = tiny.trainer({**MODEL, **model}, {"communication": "nccl", **layout}, optimizer)
+    assert all(type(p) is Pretended for chunk in made.chunks for p in chunk.parameters())
+    return made
+
+
+def _step(trainer, packs, loss, **options) -> None:
+    result = trainer.step(packs, loss, **options)
+    assert not result.skipped, f"the step was refused: {result}"
+
+
+# ---------------------------------------------------------------------- scenes
+def sft(layout: dict) -> None:
+    """Two steps, one that reports norms, and an evaluation."""
+    from megatron_nb.losses.next_token import NextToken
+
+    made = _trainer(layout)
+    for step in range(2):
+        _step(made, tiny.packs(step), NextToken(), layer_norms=step == 1)
+    made.evaluate(tiny.packs(2), NextToken())
+
+
+def overlap(layout: dict) -> None:
+    """Gradients reduced and parameters gathered beside the computation, activations computed again; fp32."""
+    from megatron_nb.losses.next_token import NextToken
+
+    overlapping = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    made = _trainer({**layout, "recompute": "full"}, overlapping, dtype="fp32")
+    for step in range(2):
+        _step(made, tiny.packs(step), NextToken())
+    made.evaluate(tiny.packs(2), NextToken())
+
+
+def around(layout: dict) -> None:
+    """What a job does beside its steps: the look at the machine, the stop signal, a save and a resume, weights for others."""
+    from megatron_nb.losses.next_token import NextToken
+    from megatron_nb.rollout.weight_link import checksum, describe, flat, unflat
+    from megatron_nb.training import metrics, preflight
+    from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
+    from megatron_nb.training.signals import StopSignal
+
+    made = _trainer(layout)
+    place = made.topology
+    _step(made, tiny.packs(0), NextToken())
+    with tempfile.TemporaryDirectory() as folder:
+        preflight.MESSAGE = dict.fromkeys(preflight.MESSAGE, 1 << 10)
+        preflight.check(Path(folder), place, 10, 1, 1.0)
+        with StopSignal(place.device) as stop:
+            assert not stop.agreed()
+        metrics._peak_memory()
+        if place.world == 1:  # other ranks' files would be missing
+            text = yaml.safe_dump({"model": asdict(tiny.model_config(**MODEL))})
+            for background in (False, True):
+                saved = Checkpoints(Path(folder), CheckpointConfig(async_save=background), text)
+                saved.save(1 + background, made, {})
+                saved.wait()
+            again = _trainer(layout)
+            Checkpoints(Path(folder), CheckpointConfig(), text).resume(again)
+            _step(again, tiny.packs(1), NextToken())
+            made = again
+    if place.data_rank == place.context_rank == 0:
+        bucket = list(made.weights().hf_tensors())
+        whole = flat(bucket, CUDA)
+        assert checksum(unflat(whole, describe(bucket))) == checksum(bucket)
+
+
+def reward(layout: dict) -> None:
+    """Both kinds of reward model: a step and a judgement of held-out rows."""
+    from megatron_nb.data.pairs import Unit, packs_of
+    from megatron_nb.losses.reward import Pairwise, PairwiseConfig, Pointwise
+    from megatron_nb.records import Sample
+    from megatron_nb.training import reliability
+
+    made = _trainer(layout, head="score")
+    sample = lambda n, label, pair: Sample(np.arange(n), np.zeros(n, np.float32), f"{pair}{n}", pair_id=pair, label=label)  # noqa: E731
+    units = [Unit([sample(9 + i, 1.0, f"p{i}"), sample(5 + i, 1.0, f"p{i}")], (9, 5)) for i in range(4)]
+    t = made.topology
+    for loss, some in ((Pairwise(PairwiseConfig()), units), (Pointwise(), [*units, Unit([sample(7, 0.5, "")], (7,))])):
+        packs = packs_of(some, 64, t.data_rank, t.data_size, made.parallel.pack_multiple, t.pipeline_size)
+        _step(made, packs, loss)
+        reliability.judge(made, packs, loss)
+
+
+def rl(layout: dict) -> None:
+    """Updates of a policy: on-policy in one pass, and with old and reference log-probs, in two mini-batches."""
+    from megatron_nb.training.policy import Policy, PolicyConfig, UpdateConfig
+    from megatron_nb.training.reference import Reference
+    from tests.training.test_policy_shared_prompts import rows
+
+    made = _trainer(layout)
+    losses = (
+        (PolicyConfig(importance_cap=None), 1),
+        (PolicyConfig(kl="k3", kl_coefficient=0.1, entropy_coefficient=0.01), 2),
+        (PolicyConfig(ratio="sequence", clip_low=0.02, clip_high=0.03), 2),
+        (PolicyConfig(objective="cispo", old="behaviour"), 1),
+    )
+    for loss, mini_batches in losses:
+        frozen = Reference(made.chunks) if loss.kl else None
+        policy = Policy(made, loss, UpdateConfig(mini_batches=mini_batches, pack_tokens=240), frozen)
+        told = policy.update(rows())
+        assert not told["skipped"], told
+    policy.probe(list(range(12)), 5, 0.7)
+
+
+def engine(layout: dict) -> None:
+    """The native engine: prompts in chunks, shared prefixes, sessions, new weights, sleep."""
+    from megatron_nb.rollout.engine import Request, Sampling
+    from megatron_nb.rollout.native import NativeConfig, NativeEngine
+
+    made = _trainer(layout)
+    config = NativeConfig(kv_cache_gb=0.01, block_size=16, max_concurrency=4, step_tokens=32, max_sequence_length=128)
+    native = NativeEngine(config, made.model, made.topology)
+
+    async def main():
+        long = [Request(f"r{i}", list(range(40 + i)), Sampling(max_tokens=5, temperature=0.7 * i), i) for i in range(6)]
+        await asyncio.gather(*map(native.generate, long))
+        ids = list(range(20))
+        for turn in range(3):
+            found = await native.generate(Request(f"s{turn}", ids, Sampling(max_tokens=4, top_p=0.9), turn, session="s"))
+            ids = ids + found.ids + [1, 2, 3]
+        await native.end_session("s")
+
+    for version in range(2):
+        native.load_weights(made.weights(), version)
+        native.run(main)
+        native.sleep()
+    native.close()
+
+
+def scorer(layout: dict) -> None:
+    """A trained reward model that scores rollouts."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from megatron_nb.rewards.scorer import LastLogits
+    from megatron_nb.training.hf_reward import RewardModel
+
+    shape = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=1, pad_token_id=0
+    )
+    model = LlamaForSequenceClassification(shape).to(CUDA)
+    for forward in (RewardModel(model, "pairwise", 20.0), LastLogits(model)):
+        assert not isinstance(forward([[1, 2, 3], [4, 5]]), Pretended)
+
+
+# ---------------------------------------------------------------------- planted faults
+def _without_moving(batch, device):
+    return batch
+
+
+def _flag_on_the_host(self, device="cpu", watchdog=None):
+    self.watchdog, self.received, self._device, self._before = watchdog, None, "cpu", {}
+
+
+def _logprobs_on_the_host(self, packs, loss):
+    from megatron.core import parallel_state
+
+    whole = torch.zeros(len(packs), packs[0].pack_length)
+    torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return list(whole)
+
+
+def _split_by_host_index(batch, size, rank):
+    from megatron_nb.parallel.context import zigzag
+
+    return batch.to(CUDA).ids.index_select(0, zigzag(batch.pack_length, size, rank))
+
+
+PLANTS: dict[str, tuple[str, Callable, Callable]] = {}  # name -> (what is replaced, by what, the scene that must fail)
+
+
+def plants() -> dict[str, tuple[object, str, object, Callable]]:
+    """name -> (owner, attribute, the faulty thing, a scene that meets it)."""
+    from megatron_nb.records import Batch
+    from megatron_nb.training.reference import Reference
+    from megatron_nb.training.signals import StopSignal
+    from megatron_nb.training.trainer import Trainer
+
+    def numpy_of_cuda(self, samples, stream="old_logprob", temperature=None):
+        torch.zeros(3, device=self.trainer.topology.device).numpy()
+
+    def reference_on_device(self, modules):
+        from megatron_nb.model.sharding import named_parameters
+
+        self.frozen = [torch.empty_like(p).pin_memory() for _, p in named_parameters(modules)]
+
+    from megatron_nb.training.policy import Policy
+
+    return {
+        "batch not moved": (Batch, "to", _without_moving, sft),
+        "stop flag on the host": (StopSignal, "__init__", _flag_on_the_host, around),
+        "log-probs gathered on the host": (Trainer, "logprobs", _logprobs_on_the_host, rl),
+        "numpy of a CUDA tensor": (Policy, "logprobs", numpy_of_cuda, rl),
+        "pinned CUDA memory": (Reference, "__init__", reference_on_device, rl),
+    }
+
+
+def planted(layout: dict) -> None:
+    """Every planted fault must be found."""
+    for name, (owner, attribute, faulty, scene) in plants().items():
+        right = getattr(owner, attribute)
+        setattr(owner, attribute, faulty)
+        try:
+            scene(layout)
+        except (WrongDevice, ValueError) as error:
+            print(f"found: {name}: {str(error)[:160]}", file=sys.stderr)
+        else:
+            raise AssertionError(f"a planted fault was not found: {name}")
+        finally:
+            setattr(owner, attribute, right)
+
+
+def main() -> None:
+    assert not topology.ON_CPU
+    import megatron.core.tensor_parallel.random as core_random
+
+    core_random._set_cuda_rng_state = machine._set_rng_state
+    layout, told = json.loads(sys.argv[3]), {}
+    topology.join_world(topology.ParallelConfig(**layout, communication="nccl"))
+    for name in sys.argv[4:]:
+        began = time.perf_counter()
+        globals()[name](layout)
+        told[name] = round(time.perf_counter() - began, 2)
+    print(json.dumps({"package": megatron_nb.__file__, "seconds": told, "launched": machine.LAUNCHED, "moved": machine.MOVED}))
+
+
+if __name__ == "__main__":
+    main()
