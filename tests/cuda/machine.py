@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from triton.runtime import JITFunction
 
-from tests.cuda.pretend import CPU, CUDA, Pretended, PretendCuda, PretendFunctions, WrongDevice
+from tests.cuda.pretend import CUDA, Pretended, WrongDevice, enter
 
 LAUNCHED: dict[str, int] = {}  # kernel -> launches
 MOVED: dict[str, int] = {}  # "backend collective" -> calls
@@ -273,5 +273,4 @@ def install(rank: int = 0, world: int = 1) -> None:
     _install_cuda()
     _install_distributed(rank, world)
     _install_triton()
-    PretendFunctions().__enter__()
-    PretendCuda().__enter__()
+    enter()

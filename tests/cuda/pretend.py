@@ -31,9 +31,10 @@ class Pretended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Pretended:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device="meta"
-        )
+        with torch.inference_mode(inner.is_inference()):  # a view of a normal tensor is one too
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device="meta"
+            )
         made.inner = inner
         return made
 
@@ -180,17 +181,24 @@ class PretendCuda(TorchDispatchMode):
         return run(function, args, kwargs or {})
 
 
-class PretendFunctions(TorchFunctionMode):
-    """What never reaches the dispatcher: tensors made of Python values, and the number of the device that "cuda" means."""
+def _maker(function):
+    """A function that makes a tensor of Python values: those never reach the dispatcher."""
 
-    MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+    def made(data, *args, **kwargs):
+        if isinstance(data, (list, tuple)):
+            data = tree_map_only(Pretended, lambda t: t.item(), data)
+        if _is_cuda(kwargs.get("device")):
+            return function(data, *args, **{**kwargs, "device": CPU}).to(CUDA)
+        return function(data, *args, **kwargs)
+
+    return made
+
+
+class PretendFunctions(TorchFunctionMode):
+    """What never reaches the dispatcher: the number of the device that "cuda" means."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.tensor and isinstance(args[0], (list, tuple)):
-            args = (tree_map_only(Pretended, lambda t: t.item(), args[0]), *args[1:])
-        if function in self.MAKERS and _is_cuda(kwargs.get("device")):
-            return function(*args, **{**kwargs, "device": CPU}).to(CUDA)
         if function is torch.Tensor.new_tensor and isinstance(args[0], Pretended):
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": CUDA, **kwargs})
         if function is torch.Tensor.cuda:
@@ -199,3 +207,10 @@ class PretendFunctions(TorchFunctionMode):
             args = tuple(CUDA if isinstance(a, (str, torch.device)) and _is_cuda(a) else a for a in args)
             kwargs = {n: CUDA if n == "device" and _is_cuda(a) else a for n, a in kwargs.items()}
         return function(*args, **kwargs)
+
+
+def enter() -> None:
+    """From here on this thread has a GPU."""
+    torch.tensor, torch.as_tensor = _maker(torch.tensor), _maker(torch.as_tensor)
+    PretendFunctions().__enter__()
+    PretendCuda().__enter__()
