@@ -168,7 +168,7 @@ def grpo_loss(
     streams = dict(logprob=logprob, advantage=advantage, weight=weight, old=old, behaviour=behaviour, ref=ref, entropy=entropy)
     streams = _check(streams, o, cu_seqlens)
     backend = _backend(implementation, logprob)
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(logprob):  # where Triton launches
         mean = counts = None
         if o.ratio == "sequence":
             x = streams["logprob"] - streams["old"] if old is not None else torch.zeros_like(streams["logprob"])

@@ -190,7 +190,8 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, kept, promise, entropy, shard, backend):
-        logprob, ent, m, l = backend.forward(hidden, weight, targets, kept, entropy, shard)
+        with torch.cuda.device_of(hidden):  # where Triton launches
+            logprob, ent, m, l = backend.forward(hidden, weight, targets, kept, entropy, shard)
         ctx.save_for_backward(hidden, weight, targets, kept, promise, m, l, ent)
         ctx.shard, ctx.backend = shard, backend
         ctx.set_materialize_grads(False)
@@ -210,9 +211,10 @@ class _LinearLogprob(torch.autograd.Function):
             active = g != 0 if e is None else (g != 0) | (e != 0)
             if not bool(active.all()):
                 kept = active.nonzero()[:, 0] if kept is None else kept[active[kept]]
-        grads = ctx.backend.backward(
-            hidden, weight, targets, kept, m, l, ent, g, e, ctx.shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        )
+        with torch.cuda.device_of(hidden):
+            grads = ctx.backend.backward(
+                hidden, weight, targets, kept, m, l, ent, g, e, ctx.shard, ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+            )
         return (*grads, None, None, None, None, None, None)
 
 

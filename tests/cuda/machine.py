@@ -18,12 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from triton.runtime import JITFunction
 
-from tests.cuda.pretend import CUDA, Pretended, WrongDevice, enter
+from tests.cuda.pretend import CUDA, DONE, Pretended, WrongDevice, enter
 
 LAUNCHED: dict[str, int] = {}  # kernel -> launches
 MOVED: dict[str, int] = {}  # "backend collective" -> calls
 # of a kernel that did not run: what its caller divides by
 FILL = {"row_statistics": {"L": 1.0}}
+
+
+GUARDED = [0]  # device guards that are open
 
 
 # ---------------------------------------------------------------------- torch.cuda
@@ -32,11 +35,17 @@ class _Stream(contextlib.nullcontext):
 
     def __init__(self, *args, **kwargs):
         super().__init__(self)
+        self.seen = -1  # operations of the current stream that this one runs behind
 
     def _nothing(self, *args, **kwargs):
         return None
 
-    wait_stream = wait_event = synchronize = record_event = record = wait = _nothing
+    synchronize = record_event = record = wait = _nothing
+
+    def wait_stream(self, *args) -> None:
+        self.seen = DONE[0]
+
+    wait_event = wait_stream
 
     def query(self) -> bool:
         return True
@@ -46,6 +55,21 @@ class _Stream(contextlib.nullcontext):
 
     def elapsed_time(self, other) -> float:
         return 0.0
+
+
+@contextlib.contextmanager
+def _on(stream: _Stream | None):
+    """What runs on a side stream may read what the current one still writes, unless it waits for it."""
+    if isinstance(stream, _Stream) and stream.seen != DONE[0]:
+        raise WrongDevice("work is begun on a side stream that does not wait for the current stream")
+    yield
+
+
+@contextlib.contextmanager
+def _guarded(tensor: torch.Tensor):
+    GUARDED[0] += isinstance(tensor, Pretended)
+    yield
+    GUARDED[0] -= isinstance(tensor, Pretended)
 
 
 class _Generator(torch.Generator):
@@ -77,7 +101,7 @@ def _install_cuda() -> None:
         "is_initialized": lambda: True, "synchronize": _nothing(), "empty_cache": _nothing(), "set_device": _nothing(),
         "manual_seed": _nothing(), "manual_seed_all": _nothing(), "get_rng_state": _rng_state, "set_rng_state": _set_rng_state,
         "Stream": _Stream, "Event": _Stream, "current_stream": _Stream, "default_stream": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(), "device_of": lambda tensor: contextlib.nullcontext(),
+        "stream": _on, "device_of": _guarded,
         "max_memory_allocated": lambda *a: 0, "memory_allocated": lambda *a: 0, "reset_peak_memory_stats": _nothing(),
         "mem_get_info": lambda device=None: (70 * 10**9, 80 * 10**9), "memory_stats": lambda *a: {},
         "get_device_name": lambda device=None: "Pretended H100", "get_device_capability": lambda device=None: (9, 0),
@@ -242,7 +266,8 @@ def _install_distributed(rank: int, world: int) -> None:
         "irecv": _recv, "all_gather_into_tensor": _all_gather_into_tensor, "_all_gather_base": _all_gather_into_tensor,
         "reduce_scatter_tensor": _reduce_scatter_tensor, "_reduce_scatter_base": _reduce_scatter_tensor,
         "batch_isend_irecv": _batch_isend_irecv, "all_gather_object": _all_gather_object, "gather_object": _gather_object,
-        "broadcast_object_list": _broadcast_object_list, "scatter_object_list": _scatter_object_list, "barrier": _barrier, "_coalescing_manager": _coalescing,
+        "broadcast_object_list": _broadcast_object_list, 
+        "scatter_object_list": _scatter_object_list, "barrier": _barrier, "_coalescing_manager": _coalescing,
     }  # fmt: skip
     for module in (dist, dist.distributed_c10d):
         for name, value in found.items():
@@ -254,6 +279,8 @@ def _install_distributed(rank: int, world: int) -> None:
 def _install_triton() -> None:
     def launch(self, *args, grid, warmup, **kwargs):
         name = self.fn.__name__
+        if self.fn.__module__.startswith("nb_kernels") and not GUARDED[0]:
+            raise WrongDevice(f"kernel {name} is launched on whatever device is the current one: use torch.cuda.device_of")
         options = {"num_warps", "num_stages", "num_ctas"}
         bound = inspect.signature(self.fn).bind(*args, **{n: v for n, v in kwargs.items() if n not in options})
         for argument, value in bound.arguments.items():

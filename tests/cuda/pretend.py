@@ -7,18 +7,17 @@ CUDA accepts them. The label is a wrapper that autograd takes for a meta tensor,
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 aten = torch.ops.aten
 FREE = {"copy_", "_to_copy", "_local_scalar_dense", "_foreach_copy_"}  # take tensors from any device
 INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+DONE = [0]  # operations on the GPU so far
 STRICT = ("_fused_", "cat", "stack")  # where a CPU scalar is no number but a tensor on the wrong device
 
 
@@ -32,9 +31,8 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Pretended:
         with torch.inference_mode(inner.is_inference()):  # a view of a normal tensor is one too
-            made = torch.Tensor._make_wrapper_subclass(
-                cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device="meta"
-            )
+            layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, device="meta")
         made.inner = inner
         return made
 
@@ -106,6 +104,29 @@ class Pretended(torch.Tensor):
         return run(function, args, kwargs or {})
 
 
+def _mapped(change, value: Any) -> Any:
+    """`value` with its tensors changed, in lists and tuples too: of arguments there is nothing deeper."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(change, item) for item in value])
+    return value
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(found.append, list(values))
+    return found
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, Pretended) else tensor
+
+
+def _label(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, Pretended) else Pretended(tensor)
+
+
 def _is_cuda(device: Any) -> bool:
     # meta: what autograd's own formulas ask for, since they see the wrapper's device
     return device is not None and torch.device(device).type in ("cuda", "meta")
@@ -114,7 +135,7 @@ def _is_cuda(device: Any) -> bool:
 def check(function, args: tuple, kwargs: dict) -> bool:
     """Whether the result lives on the GPU. WrongDevice when a GPU would refuse the operation."""
     name = function._schema.name.split("::")[1]
-    tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, torch.Tensor)]
+    tensors = _tensors((*args, *kwargs.values()))
     cuda = [t for t in tensors if isinstance(t, Pretended)]
     if kwargs.get("pin_memory") and _is_cuda(kwargs.get("device")):
         raise WrongDevice(f"{name}: only CPU tensors can be pinned")
@@ -131,9 +152,8 @@ def check(function, args: tuple, kwargs: dict) -> bool:
             raise WrongDevice(f"{name}: a CPU tensor is indexed by, or given, CUDA tensors")
         plain = [t for t in args[2:3] if isinstance(t, torch.Tensor) and not isinstance(t, Pretended) and t.dim()]
     else:
-        written = [args[i] for i, a in enumerate(function._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
-        written += [kwargs[a.name] for a in function._schema.arguments if a.name in kwargs and a.alias_info and a.alias_info.is_write]
-        written = [t for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor)]
+        places = [a for a in enumerate(function._schema.arguments) if a[1].alias_info and a[1].alias_info.is_write]
+        written = _tensors([args[i] if i < len(args) else kwargs.get(a.name) for i, a in places])
         exact = name.startswith(STRICT)
         plain = [t for t in tensors if not isinstance(t, Pretended) and (t.dim() or exact or any(t is w for w in written))]
     if plain:
@@ -144,8 +164,10 @@ def check(function, args: tuple, kwargs: dict) -> bool:
 
 def run(function, args: tuple, kwargs: dict) -> Any:
     """The operation on the values; its result labelled as CUDA would."""
+    if not kwargs and not any(isinstance(a, (Pretended, list, tuple)) for a in args):
+        return function(*args)  # most of what happens on the host
     on_gpu = check(function, args, kwargs)
-    plain_args, plain_kwargs = tree_map_only(Pretended, lambda t: t.inner, (args, kwargs))
+    plain_args, plain_kwargs = _mapped(_inner, args), {name: _mapped(_inner, value) for name, value in kwargs.items()}
     if "device" in plain_kwargs and plain_kwargs["device"] is not None:
         plain_kwargs["device"] = CPU
     plain_kwargs.pop("pin_memory", None)
@@ -161,8 +183,9 @@ def run(function, args: tuple, kwargs: dict) -> Any:
     else:
         result = function(*plain_args, **plain_kwargs)
     if on_gpu:
-        result = tree_map_only(torch.Tensor, lambda t: t if isinstance(t, Pretended) else Pretended(t), result)
-    if not any(isinstance(a, Pretended) for a in tree_flatten((args, kwargs))[0]):
+        DONE[0] += 1
+        result = _mapped(_label, result)
+    if not any(isinstance(a, Pretended) for a in _tensors((*args, *kwargs.values()))):
         return result
     return return_and_correct_aliasing(function, args, kwargs, result) if on_gpu else result
 
@@ -186,7 +209,7 @@ def _maker(function):
 
     def made(data, *args, **kwargs):
         if isinstance(data, (list, tuple)):
-            data = tree_map_only(Pretended, lambda t: t.item(), data)
+            data = _mapped(lambda t: t.item(), data)
         if _is_cuda(kwargs.get("device")):
             return function(data, *args, **{**kwargs, "device": CPU}).to(CUDA)
         return function(data, *args, **kwargs)

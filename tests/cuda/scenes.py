@@ -1,14 +1,15 @@
-"""Pieces of the jobs on a pretended GPU. Run as a process of its own: python -m tests.cuda.scenes RANK WORLD LAYOUT SCENE ..."""
+"""Pieces of the jobs on a pretended GPU, in a process of their own: python -m tests.cuda.scenes RANK WORLD LAYOUT SCENE ..."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.cuda import machine
@@ -24,6 +25,10 @@ import megatron_nb
 from megatron_nb.parallel import topology
 from tests.cuda.pretend import CUDA, Pretended, WrongDevice
 from tests.training import tiny
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as core_random
 
 MODEL = dict(dtype="bf16", num_layers=2, num_attention_heads=4, num_query_groups=2, head_dim=16)
 
@@ -75,12 +80,13 @@ def around(layout: dict) -> None:
     _step(made, tiny.packs(0), NextToken())
     with tempfile.TemporaryDirectory() as folder:
         preflight.MESSAGE = dict.fromkeys(preflight.MESSAGE, 1 << 10)
-        preflight.check(Path(folder), place, 10, 1, 1.0)
+        preflight._facts(place, True)
+        preflight._all_reduce(place.device)
         with StopSignal(place.device) as stop:
             assert not stop.agreed()
         metrics._peak_memory()
         if place.world == 1:  # other ranks' files would be missing
-            text = yaml.safe_dump({"model": asdict(tiny.model_config(**MODEL))})
+            text = yaml.safe_dump({"model": dataclasses.asdict(tiny.model_config(**MODEL))})
             for background in (False, True):
                 saved = Checkpoints(Path(folder), CheckpointConfig(async_save=background), text)
                 saved.save(1 + background, made, {})
@@ -89,7 +95,7 @@ def around(layout: dict) -> None:
             Checkpoints(Path(folder), CheckpointConfig(), text).resume(again)
             _step(again, tiny.packs(1), NextToken())
             made = again
-    if place.data_rank == place.context_rank == 0:
+    if place.pipeline_size == 1:  # the other stages would hold the rest
         bucket = list(made.weights().hf_tensors())
         whole = flat(bucket, CUDA)
         assert checksum(unflat(whole, describe(bucket))) == checksum(bucket)
@@ -139,15 +145,16 @@ def engine(layout: dict) -> None:
     from megatron_nb.rollout.native import NativeConfig, NativeEngine
 
     made = _trainer(layout)
-    config = NativeConfig(kv_cache_gb=0.01, block_size=16, max_concurrency=4, step_tokens=32, max_sequence_length=128)
+    small = dict(kv_cache_gb=0.01, block_size=16, max_concurrency=4, step_tokens=32, max_sequence_length=128)
+    config = NativeConfig(tensor=layout.get("tensor", 1), **small)
     native = NativeEngine(config, made.model, made.topology)
 
     async def main():
-        long = [Request(f"r{i}", list(range(40 + i)), Sampling(max_tokens=5, temperature=0.7 * i), i) for i in range(6)]
+        long = [Request(f"r{i}", list(range(35 + i)), Sampling(max_tokens=2, temperature=0.7 * i), i) for i in range(5)]
         await asyncio.gather(*map(native.generate, long))
         ids = list(range(20))
-        for turn in range(3):
-            found = await native.generate(Request(f"s{turn}", ids, Sampling(max_tokens=4, top_p=0.9), turn, session="s"))
+        for turn in range(2):
+            found = await native.generate(Request(f"s{turn}", ids, Sampling(max_tokens=2, top_p=0.9), turn, session="s"))
             ids = ids + found.ids + [1, 2, 3]
         await native.end_session("s")
 
@@ -165,85 +172,76 @@ def scorer(layout: dict) -> None:
     from megatron_nb.rewards.scorer import LastLogits
     from megatron_nb.training.hf_reward import RewardModel
 
-    shape = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=1, pad_token_id=0
-    )
-    model = LlamaForSequenceClassification(shape).to(CUDA)
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1, pad_token_id=0)).to(CUDA)
     for forward in (RewardModel(model, "pairwise", 20.0), LastLogits(model)):
         assert not isinstance(forward([[1, 2, 3], [4, 5]]), Pretended)
 
 
 # ---------------------------------------------------------------------- planted faults
-def _without_moving(batch, device):
-    return batch
-
-
 def _flag_on_the_host(self, device="cpu", watchdog=None):
     self.watchdog, self.received, self._device, self._before = watchdog, None, "cpu", {}
 
 
-def _logprobs_on_the_host(self, packs, loss):
-    from megatron.core import parallel_state
+def _host_index(batch, size, rank):
+    moved = batch.to(CUDA)
+    return dataclasses.replace(moved, ids=moved.ids + torch.arange(len(moved.ids)))
 
+
+def _logprobs_on_the_host(self, packs, loss):
     whole = torch.zeros(len(packs), packs[0].pack_length)
     torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return list(whole)
 
 
-def _split_by_host_index(batch, size, rank):
-    from megatron_nb.parallel.context import zigzag
-
-    return batch.to(CUDA).ids.index_select(0, zigzag(batch.pack_length, size, rank))
+def _numpy_of_cuda(self, samples, stream="old_logprob", temperature=None):
+    torch.zeros(3, device=self.trainer.topology.device).numpy()
 
 
-PLANTS: dict[str, tuple[str, Callable, Callable]] = {}  # name -> (what is replaced, by what, the scene that must fail)
+def _pinned_on_the_device(self, modules):
+    self.frozen = [torch.empty_like(p).pin_memory() for module in modules for p in module.parameters()]
 
 
-def plants() -> dict[str, tuple[object, str, object, Callable]]:
-    """name -> (owner, attribute, the faulty thing, a scene that meets it)."""
-    from megatron_nb.records import Batch
-    from megatron_nb.training.reference import Reference
-    from megatron_nb.training.signals import StopSignal
-    from megatron_nb.training.trainer import Trainer
-
-    def numpy_of_cuda(self, samples, stream="old_logprob", temperature=None):
-        torch.zeros(3, device=self.trainer.topology.device).numpy()
-
-    def reference_on_device(self, modules):
-        from megatron_nb.model.sharding import named_parameters
-
-        self.frozen = [torch.empty_like(p).pin_memory() for _, p in named_parameters(modules)]
-
-    from megatron_nb.training.policy import Policy
-
-    return {
-        "batch not moved": (Batch, "to", _without_moving, sft),
-        "stop flag on the host": (StopSignal, "__init__", _flag_on_the_host, around),
-        "log-probs gathered on the host": (Trainer, "logprobs", _logprobs_on_the_host, rl),
-        "numpy of a CUDA tensor": (Policy, "logprobs", numpy_of_cuda, rl),
-        "pinned CUDA memory": (Reference, "__init__", reference_on_device, rl),
-    }
+def _objects_from_a_thread(batch, device):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(topology.everywhere, 1).result()
 
 
 def planted(layout: dict) -> None:
-    """Every planted fault must be found."""
-    for name, (owner, attribute, faulty, scene) in plants().items():
+    """Faults that only a GPU would meet; each must be found, by the words given."""
+    from megatron_nb.records import Batch
+    from megatron_nb.rollout import native_weights
+    from megatron_nb.training import trainer
+    from megatron_nb.training.policy import Policy
+    from megatron_nb.training.reference import Reference
+    from megatron_nb.training.signals import StopSignal
+
+    no_guard = lambda tensor: contextlib.nullcontext()  # noqa: E731
+    for owner, attribute, faulty, scene, words in (
+        (Batch, "to", lambda batch, device: batch, sft, "embedding mixes devices"),
+        (Batch, "to", _objects_from_a_thread, sft, "in a thread of its own"),
+        (trainer, "split", _host_index, sft, "add mixes devices"),
+        (torch.cuda, "device_of", no_guard, sft, "whatever device is the current one"),
+        (StopSignal, "__init__", _flag_on_the_host, around, "all_reduce over nccl of a tensor on cpu"),
+        (trainer.Trainer, "logprobs", _logprobs_on_the_host, rl, "all_reduce over nccl of a tensor on cpu"),
+        (Policy, "logprobs", _numpy_of_cuda, rl, "numpy() of a CUDA tensor"),
+        (Reference, "__init__", _pinned_on_the_device, rl, "only CPU tensors can be pinned"),
+        (native_weights, "_in_order", lambda copies: copies, engine, "does not wait for the current stream"),
+    ):
         right = getattr(owner, attribute)
         setattr(owner, attribute, faulty)
         try:
             scene(layout)
-        except (WrongDevice, ValueError) as error:
-            print(f"found: {name}: {str(error)[:160]}", file=sys.stderr)
+        except WrongDevice as error:
+            assert words in str(error), f"{attribute}: found {error}, not {words!r}"
         else:
-            raise AssertionError(f"a planted fault was not found: {name}")
+            raise AssertionError(f"a planted fault was not found: {words!r} by {attribute}")
         finally:
             setattr(owner, attribute, right)
 
 
 def main() -> None:
     assert not topology.ON_CPU
-    import megatron.core.tensor_parallel.random as core_random
-
     core_random._set_cuda_rng_state = machine._set_rng_state
     layout, told = json.loads(sys.argv[3]), {}
     topology.join_world(topology.ParallelConfig(**layout, communication="nccl"))
