@@ -1,12 +1,14 @@
 """A pretended GPU and NCCL around the job's code: import it before megatron_nb, in a process of its own.
 
 torch.cuda answers as on a machine with one GPU; process groups are torch's fake ones (one rank of any world runs alone) that
-remember whether they would be NCCL or gloo; Triton launches look at their arguments and compute nothing.
+remember whether they would be NCCL or gloo; Triton launches look at their arguments and compute nothing, unless
+TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import threading
 from types import SimpleNamespace
@@ -15,13 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime import JITFunction
+from triton.runtime.interpreter import GridExecutor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.cuda.pretend import CUDA, DONE, Pretended, WrongDevice, enter
 
 LAUNCHED: dict[str, int] = {}  # kernel -> launches
 MOVED: dict[str, int] = {}  # "backend collective" -> calls
+OPTIONS = ("num_warps", "num_stages", "num_ctas")  # of a launch
 # of a kernel that did not run: what its caller divides by
 FILL = {"row_statistics": {"L": 1.0}}
 
@@ -80,7 +86,7 @@ class _Generator(torch.Generator):
 
 
 def _rng_state(device: Any = None) -> torch.Tensor:
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         return torch.Generator().get_state()[:16].clone()  # of CUDA: 16 bytes, on the host
 
 
@@ -276,23 +282,41 @@ def _install_distributed(rank: int, world: int) -> None:
 
 
 # ---------------------------------------------------------------------- Triton
-def _install_triton() -> None:
-    def launch(self, *args, grid, warmup, **kwargs):
-        name = self.fn.__name__
-        if self.fn.__module__.startswith("nb_kernels") and not GUARDED[0]:
-            raise WrongDevice(f"kernel {name} is launched on whatever device is the current one: use torch.cuda.device_of")
-        options = {"num_warps", "num_stages", "num_ctas"}
-        bound = inspect.signature(self.fn).bind(*args, **{n: v for n, v in kwargs.items() if n not in options})
-        for argument, value in bound.arguments.items():
-            tensor = getattr(value, "base", value)  # of a descriptor
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, Pretended):
-                raise WrongDevice(f"kernel {name} is given {argument} on the CPU, {list(tensor.shape)}")
-            if argument in FILL.get(name, ()):
-                value.fill_(FILL[name][argument])
-        assert all(isinstance(size, int) and size > 0 for size in grid), f"kernel {name} is launched on grid {grid}"
-        LAUNCHED[name] = LAUNCHED.get(name, 0) + 1
+def _look_at(function: Any, grid: tuple, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by name, after a look at where they live."""
+    name = function.__name__
+    if function.__module__.startswith("nb_kernels") and not GUARDED[0]:
+        raise WrongDevice(f"kernel {name} is launched on whatever device is the current one: use torch.cuda.device_of")
+    bound = inspect.signature(function).bind(*args, **{n: v for n, v in kwargs.items() if n not in OPTIONS}).arguments
+    for argument, value in bound.items():
+        tensor = getattr(value, "base", value)  # of a descriptor
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, Pretended):
+            raise WrongDevice(f"kernel {name} is given {argument} on the CPU, {list(tensor.shape)}")
+    assert all(isinstance(size, int) and size > 0 for size in grid), f"kernel {name} is launched on grid {grid}"
+    LAUNCHED[name] = LAUNCHED.get(name, 0) + 1
+    return bound
 
-    JITFunction.run = launch
+
+def _install_triton() -> None:
+    interpret = GridExecutor.__call__
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        for argument, value in _look_at(self.fn, grid, args, kwargs).items():
+            if argument in FILL.get(self.fn.__name__, ()):
+                value.fill_(FILL[self.fn.__name__][argument])
+
+    def launch_interpreted(self, *args, **kwargs):
+        bound = _look_at(self.fn, self.grid, args, kwargs)
+        with _disable_current_modes():
+            interpret(self, **{name: _values_of(value) for name, value in bound.items()})
+
+    JITFunction.run, GridExecutor.__call__ = launch, launch_interpreted
+
+
+def _values_of(argument: Any) -> Any:
+    if isinstance(argument, TensorDescriptor):
+        return dataclasses.replace(argument, base=_values_of(argument.base))
+    return argument.inner if isinstance(argument, Pretended) else argument
 
 
 def install(rank: int = 0, world: int = 1) -> None:

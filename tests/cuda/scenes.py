@@ -178,6 +178,40 @@ def scorer(layout: dict) -> None:
         assert not isinstance(forward([[1, 2, 3], [4, 5]]), Pretended)
 
 
+def values(layout: dict) -> dict[str, list]:
+    """Numbers that do not depend on the device: losses and gradient norms, log-probs with shared prompts, greedy answers."""
+    from megatron_nb.losses.next_token import NextToken
+    from megatron_nb.rollout.engine import Request, Sampling
+    from megatron_nb.rollout.native import NativeConfig, NativeEngine
+    from megatron_nb.training.policy import Policy, PolicyConfig, UpdateConfig
+    from tests.training.test_policy_shared_prompts import rows
+
+    topology.destroy()
+    communication = "gloo" if topology.ON_CPU else "nccl"
+    shape = {**MODEL, "dtype": "fp32", "kernels": "auto" if topology.ON_CPU else "triton"}
+    made = tiny.trainer(shape, {"communication": communication, **layout})
+    results = [made.step([tiny.pack(step)], NextToken()) for step in range(2)]
+    samples = rows()[:6]
+    policy = Policy(made, PolicyConfig(ratio="sequence", kl=None), UpdateConfig(mini_batches=2, pack_tokens=400))
+    told = policy.update(samples)
+    native = NativeEngine(NativeConfig(kv_cache_gb=0.01, block_size=16, step_tokens=64), made.model, made.topology)
+    native.load_weights(made.weights(), 0)
+
+    async def main():
+        asked = [Request(f"r{i}", list(range(3 + 20 * i)), Sampling(max_tokens=4, temperature=i), i) for i in range(2)]
+        return await asyncio.gather(*map(native.generate, asked))
+
+    answers = native.run(main)
+    native.close()
+    return {
+        "steps": [[result.loss, result.grad_norm] for result in results],
+        "policy": [told[name] for name in ("loss", "grad_norm", "entropy", "ratio_mean", "mismatch_kl")],
+        "old": [float(value) for sample in samples for value in sample.old_logprob],
+        "ids": [token for answer in answers for token in answer.ids],
+        "logprobs": [value for answer in answers for value in answer.logprobs],
+    }
+
+
 # ---------------------------------------------------------------------- planted faults
 def _flag_on_the_host(self, device="cpu", watchdog=None):
     self.watchdog, self.received, self._device, self._before = watchdog, None, "cpu", {}
@@ -243,13 +277,14 @@ def planted(layout: dict) -> None:
 def main() -> None:
     assert not topology.ON_CPU
     core_random._set_cuda_rng_state = machine._set_rng_state
-    layout, told = json.loads(sys.argv[3]), {}
+    layout, told, found = json.loads(sys.argv[3]), {}, {}
     topology.join_world(topology.ParallelConfig(**layout, communication="nccl"))
     for name in sys.argv[4:]:
         began = time.perf_counter()
-        globals()[name](layout)
+        found[name] = globals()[name](layout)
         told[name] = round(time.perf_counter() - began, 2)
-    print(json.dumps({"package": megatron_nb.__file__, "seconds": told, "launched": machine.LAUNCHED, "moved": machine.MOVED}))
+    report = {"package": megatron_nb.__file__, "seconds": told, "launched": machine.LAUNCHED, "moved": machine.MOVED}
+    print(json.dumps({**report, "found": found}))
 
 
 if __name__ == "__main__":
