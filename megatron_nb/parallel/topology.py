@@ -122,7 +122,12 @@ def local_rank() -> int:
 
 
 def join_world(config: ParallelConfig) -> None:
-    """Start torch.distributed from torchrun's environment, or as a world of one."""
+    """Start torch.distributed from torchrun's environment, or as a world of one. ValueError for a back end of other devices."""
+    if config.communication == "gloo" and not ON_CPU and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "parallel.communication=gloo is for ranks on CPUs, but there are GPUs here, and models would be put on them: "
+            "use parallel.communication=nccl, or CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
+        )
     if dist.is_initialized():
         return
     if config.communication == "nccl":

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 from tests.cuda import machine
 
@@ -18,6 +20,7 @@ if __name__ == "__main__":
     machine.install(int(sys.argv[1]), int(sys.argv[2]))
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
@@ -68,37 +71,61 @@ def overlap(layout: dict) -> None:
 
 
 def around(layout: dict) -> None:
-    """What a job does beside its steps: the look at the machine, the stop signal, a save and a resume, weights for others."""
+    """What a job does beside its steps: the look at the machine, the stop signal, what a save gathers, weights for others."""
     from megatron_nb.losses.next_token import NextToken
     from megatron_nb.rollout.weight_link import checksum, describe, flat, unflat
     from megatron_nb.training import metrics, preflight
-    from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
+    from megatron_nb.training.checkpoint_state import _random_state, _restore_random_state, training_state
     from megatron_nb.training.signals import StopSignal
 
     made = _trainer(layout)
     place = made.topology
     _step(made, tiny.packs(0), NextToken())
-    with tempfile.TemporaryDirectory() as folder:
-        preflight.MESSAGE = dict.fromkeys(preflight.MESSAGE, 1 << 10)
-        preflight._facts(place, True)
-        preflight._all_reduce(place.device)
-        with StopSignal(place.device) as stop:
-            assert not stop.agreed()
-        metrics._peak_memory()
-        if place.world == 1:  # other ranks' files would be missing
-            text = yaml.safe_dump({"model": dataclasses.asdict(tiny.model_config(**MODEL))})
-            for background in (False, True):
-                saved = Checkpoints(Path(folder), CheckpointConfig(async_save=background), text)
-                saved.save(1 + background, made, {})
-                saved.wait()
-            again = _trainer(layout)
-            Checkpoints(Path(folder), CheckpointConfig(), text).resume(again)
-            _step(again, tiny.packs(1), NextToken())
-            made = again
+    preflight.MESSAGE = dict.fromkeys(preflight.MESSAGE, 1 << 10)
+    preflight._facts(place, True)
+    preflight._all_reduce(place.device)
+    with StopSignal(place.device) as stop:
+        assert not stop.agreed()
+    metrics._peak_memory()
+    _restore_random_state(_random_state())
+    training_state(made, 1, {})
+    with mock.patch.dict(os.environ, WORLD_SIZE="2"), pytest.raises(ValueError, match="gloo is for ranks on CPUs"):
+        topology.join_world(topology.ParallelConfig())
     if place.pipeline_size == 1:  # the other stages would hold the rest
         bucket = list(made.weights().hf_tensors())
         whole = flat(bucket, CUDA)
         assert checksum(unflat(whole, describe(bucket))) == checksum(bucket)
+
+
+def files(layout: dict) -> None:
+    """A save, a resume and a further step, weights from a checkpoint and from a Hugging Face folder. On one rank."""
+    from megatron_nb.losses.next_token import NextToken
+    from megatron_nb.model.hf import load_hf
+    from megatron_nb.model.sharding import bare
+    from megatron_nb.training.checkpoint import CheckpointConfig, Checkpoints
+    from megatron_nb.training.checkpoint_folder import step_folder
+    from megatron_nb.training.checkpoint_state import load_weights
+    from megatron_nb.training.export import export_hf
+    from tools.compare_logits import our_logits
+
+    made, model = _trainer(layout), tiny.model_config(**MODEL)
+    _step(made, tiny.packs(0), NextToken())
+    with tempfile.TemporaryDirectory() as run:
+        text = yaml.safe_dump({"model": dataclasses.asdict(model)})
+        for background in (False, True):
+            saved = Checkpoints(Path(run), CheckpointConfig(async_save=background), text)
+            saved.save(1 + background, made, {})
+            saved.wait()
+        made = _trainer(layout)
+        Checkpoints(Path(run), CheckpointConfig(), text).resume(made)
+        _step(made, tiny.packs(1), NextToken())
+        folder, chunks = step_folder(Path(run), 2), [bare(chunk) for chunk in made.chunks]
+        load_weights(folder, chunks, model)
+        export_hf(folder, Path(run) / "hf")
+        load_hf(Path(run) / "hf", chunks, model)
+        topology.destroy()
+        with mock.patch.object(topology, "destroy"):
+            our_logits(folder, model, [("some", torch.arange(9), 3)], "bf16")
 
 
 def reward(layout: dict) -> None:
