@@ -133,6 +133,11 @@ def join_world(config: ParallelConfig) -> None:
     if config.communication == "nccl":
         if not torch.cuda.is_available() or ON_CPU:
             raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
+        if local_rank() >= (seen := torch.cuda.device_count()):
+            raise ValueError(
+                f"LOCAL_RANK={local_rank()} but this process sees {seen} GPUs: start as many ranks on a node as it has, "
+                "or ask for as many GPUs as launch.slurm.ranks_per_node (gpus in the site file)"
+            )
         torch.cuda.set_device(local_rank())
     timeout = timedelta(minutes=config.timeout_minutes)
     if "RANK" in os.environ:

@@ -73,6 +73,7 @@ def overlap(layout: dict) -> None:
 def around(layout: dict) -> None:
     """What a job does beside its steps: the look at the machine, the stop signal, what a save gathers, weights for others."""
     from megatron_nb.losses.next_token import NextToken
+    from megatron_nb.model.gpt import check_layout
     from megatron_nb.rollout.weight_link import checksum, describe, flat, unflat
     from megatron_nb.training import metrics, preflight
     from megatron_nb.training.checkpoint_state import _random_state, _restore_random_state, training_state
@@ -89,8 +90,15 @@ def around(layout: dict) -> None:
     metrics._peak_memory()
     _restore_random_state(_random_state())
     training_state(made, 1, {})
-    with mock.patch.dict(os.environ, WORLD_SIZE="2"), pytest.raises(ValueError, match="gloo is for ranks on CPUs"):
-        topology.join_world(topology.ParallelConfig())
+    with mock.patch.object(torch.distributed, "is_initialized", lambda: False):
+        for words, changed, settings in (
+            ("gloo is for ranks on CPUs", {"WORLD_SIZE": "2"}, {}),
+            ("sees 1 GPUs", {"LOCAL_RANK": "1"}, {"communication": "nccl"}),
+        ):
+            with mock.patch.dict(os.environ, changed), pytest.raises(ValueError, match=words):
+                topology.join_world(topology.ParallelConfig(**settings))
+    with pytest.raises(ValueError, match="offload_activations=true needs Transformer Engine"):
+        check_layout(made.model, topology.ParallelConfig(offload_activations=True))
     if place.pipeline_size == 1:  # the other stages would hold the rest
         bucket = list(made.weights().hf_tensors())
         whole = flat(bucket, CUDA)
