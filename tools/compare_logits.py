@@ -74,8 +74,8 @@ def our_logits(folder: Path, config: ModelConfig, asked: list[Case], dtype: str)
             pack = Batch(
                 ids, torch.zeros_like(ids), torch.zeros(length), index=torch.arange(length) + first, start=start,
                 cu_seqlens=torch.tensor([0, length]), count=0,
-            )  # fmt: skip
-            logits = model(ids[None].to(next(model.parameters()).device), None, None, packed_seq_params=bounds(pack))
+            ).to(next(model.parameters()).device)  # fmt: skip
+            logits = model(pack.ids[None], None, None, packed_seq_params=bounds(pack))
             results.append(logits[0, :, : config.vocab_size].float().cpu())
         return results
     finally:

@@ -54,12 +54,16 @@ class RankPool:
     def _start(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")  # imports once; a rank is then a fork, and starts in 0.1 s
         context.set_forkserver_preload(["megatron_nb.training.trainer"])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo's ranks are on the CPU, and a fork cannot use its parent's CUDA
         while len(self.workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(len(self.workers), theirs), daemon=True)
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
     def run(self, world: int, function, *args, timeout: float = 300.0) -> list:
         """Results by rank. The first failing rank's traceback is raised; a hang kills the pool."""

@@ -67,10 +67,16 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if parallel.offload_activations and ON_CPU:
         raise ValueError("parallel.offload_activations=true moves activations from GPU to host memory: there is no GPU here")
-    if model.backend == "te" and importlib.util.find_spec("transformer_engine") is None:
+    te = importlib.util.find_spec("transformer_engine") is not None
+    if model.backend == "te" and not te:
         raise ValueError(
             "model.backend=te needs Transformer Engine, which is not installed: "
             "pip install megatron_nb[gpu], or set model.backend=local"
+        )
+    if parallel.offload_activations and not te:  # core asks it for its switch, whatever the backend
+        raise ValueError(
+            "parallel.offload_activations=true needs Transformer Engine, which is not installed: "
+            "pip install megatron_nb[gpu], or set parallel.recompute=full"
         )
 
 

@@ -122,12 +122,22 @@ def local_rank() -> int:
 
 
 def join_world(config: ParallelConfig) -> None:
-    """Start torch.distributed from torchrun's environment, or as a world of one."""
+    """Start torch.distributed from torchrun's environment, or as a world of one. ValueError for a back end of other devices."""
+    if config.communication == "gloo" and not ON_CPU and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "parallel.communication=gloo is for ranks on CPUs, but there are GPUs here, and models would be put on them: "
+            "use parallel.communication=nccl, or CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
+        )
     if dist.is_initialized():
         return
-    if config.communication == "nccl" and (ON_CPU or not torch.cuda.is_available()):
-        raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
-    if not ON_CPU:  # over gloo too, or all ranks of a node would share its first device
+    if config.communication == "nccl":
+        if not torch.cuda.is_available() or ON_CPU:
+            raise ValueError("parallel.communication=nccl needs CUDA devices; on a machine without use parallel=cpu1 or cpu2")
+        if local_rank() >= (seen := torch.cuda.device_count()):
+            raise ValueError(
+                f"LOCAL_RANK={local_rank()} but this process sees {seen} GPUs: start as many ranks on a node as it has, "
+                "or ask for as many GPUs as launch.slurm.ranks_per_node (gpus in the site file)"
+            )
         torch.cuda.set_device(local_rank())
     timeout = timedelta(minutes=config.timeout_minutes)
     if "RANK" in os.environ:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.resharding import ReshardPlan, build_local_reshard_plan, execute_reshard_plan
+from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 
@@ -123,6 +124,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _in_order(copies: CopyService) -> CopyService:
+    """Core's side stream copies what stays within a rank: not before the current stream has written it."""
+    run = copies.run
+
+    def run_in_order() -> None:
+        copies._copy_stream.wait_stream(torch.cuda.current_stream())
+        run()
+
+    copies.run = run_in_order
+    return copies
+
+
 class WeightSync:
     """Fills the rollout module from training modules of any tensor, pipeline, context and data layout."""
 
@@ -149,4 +162,4 @@ class WeightSync:
         if ON_CPU:
             self.copies = CpuCopies(self.plan, self.group)
         else:
-            self.copies = NCCLCopyService() if dist.get_backend() == "nccl" else GlooCopyService(self.group)
+            self.copies = _in_order(NCCLCopyService() if dist.get_backend() == "nccl" else GlooCopyService(self.group))

@@ -95,7 +95,10 @@ class Link:
         else:
             self.group = dist.ProcessGroupGloo(store, rank, world, timeout)
             self.device = torch.device("cpu")
-        self.group.barrier().wait()  # the connections stand
+        options = dist.BarrierOptions()
+        if self.device.type == "cuda":  # else NCCL takes rank modulo devices, which is not where this process works
+            options.device_ids = [self.device.index]
+        self.group.barrier(options).wait()  # the connections stand
 
     @classmethod
     def opened(cls, host: str, world: int, backend: str, timeout_s: float) -> tuple[dist.TCPStore, Callable[[], Link]]:
