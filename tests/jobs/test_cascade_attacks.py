@@ -327,8 +327,16 @@ def when_ready(folder, ask):
     threading.Thread(target=wait).start()
 
 
+@pytest.fixture
+def heard():
+    """SIGHUP counts, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
-def test_no_stage_begins_behind_one_that_ended_well_after_the_chain_was_asked_to_stop(job, tmp_path, number):
+def test_no_stage_begins_behind_one_that_ended_well_after_the_chain_was_asked_to_stop(job, heard, tmp_path, number):
     when_ready(tmp_path, lambda: os.kill(os.getpid(), number))
     assert processes.run(job, ["ends well when asked", str(tmp_path)]) == REQUEUE_EXIT
 

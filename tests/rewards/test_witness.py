@@ -115,7 +115,8 @@ def test_missing_answers_that_could_decide_make_it_fail_not_unknown(stub):
 def test_the_same_program_is_asked_about_once_also_at_the_same_time_and_whatever_its_comments(stub):
     asking = witness(stub, answers=3)
     assert told(asking, "x = 1", "x = 1  # O(1)", "x  =  1")[1].complexity == "n"
-    assert told(asking, "x = 1")[0].complexity == "n" and len(stub.bodies) == 3
+    assert told(asking, "x = 1")[0].complexity == "n"
+    assert len(stub.bodies) <= 3  # two that agree may settle it before the third is asked for
 
 
 def test_failures_are_not_remembered(stub):
