@@ -116,7 +116,7 @@ def test_the_same_program_is_asked_about_once_also_at_the_same_time_and_whatever
     asking = witness(stub, answers=3)
     assert told(asking, "x = 1", "x = 1  # O(1)", "x  =  1")[1].complexity == "n"
     assert told(asking, "x = 1")[0].complexity == "n"
-    assert len(stub.bodies) <= 3  # two that agree may settle it before the third is asked for
+    assert len(stub.bodies) in (2, 3)  # two that agree may settle it before the third is asked for
 
 
 def test_failures_are_not_remembered(stub):

@@ -59,7 +59,7 @@ def test_an_attack_is_contained_judged_rightly_and_leaves_nothing(pool, secret_f
     execution = pool.submit(job).result(timeout=60)
     assert execution.status in attack.statuses, execution
     assert b"BREACH" not in execution.stdout, execution.stdout[:500]
-    assert time.monotonic() - begun < job.limits.deadline_s + 15  # a loaded machine is slow, an escape has no end
+    assert time.monotonic() - begun < job.limits.deadline_s + 1 + 1  # one more second for a worker that is busy elsewhere
     assert len(execution.stdout) <= job.limits.output_bytes
     assert len(execution.stderr) <= 8192
     worker = pool._workers[0]
